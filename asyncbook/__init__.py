@@ -1,0 +1,128 @@
+"""asyncbook: token bookkeeping for LLM engines, off the critical path.
+
+`open(config)` keeps the book in this process; `spawn(config)` keeps it in a sidecar process. Both give the same book.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncbook.batch import Batch
+    from asyncbook.book import Book
+    from asyncbook.client import attach, open, spawn, subscribe
+    from asyncbook.config import BookConfig, RequestParams
+    from asyncbook.frame import Frame
+    from asyncbook.ipc.errors import (
+        AsyncbookError,
+        BookFull,
+        ContractError,
+        DuplicateRequest,
+        FrameExpired,
+        HandshakeFailed,
+        InFlightFull,
+        InvalidBatch,
+        InvalidRequest,
+        InvalidToken,
+        LayoutMismatch,
+        NotApplied,
+        PeerError,
+        PromptTooLong,
+        SidecarDied,
+        SidecarTimeout,
+        StaleRow,
+    )
+    from asyncbook.ipc.layout import FinishReason
+    from asyncbook.outputs import StepOutputs
+    from asyncbook.rows import Row
+    from asyncbook.stats import SpecDecodeStats, Stats
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Imported when it is first used: `import asyncbook` is quick, and the sidecar, which
+# imports `asyncbook.worker`, does not pay for the client.
+_HOMES = {
+    "Batch": "batch",
+    "Book": "book",
+    "attach": "client",
+    "open": "client",
+    "spawn": "client",
+    "subscribe": "client",
+    "BookConfig": "config",
+    "RequestParams": "config",
+    "Frame": "frame",
+    "FinishReason": "ipc.layout",
+    "StepOutputs": "outputs",
+    "Row": "rows",
+    "SpecDecodeStats": "stats",
+    "Stats": "stats",
+    **dict.fromkeys(
+        (
+            "AsyncbookError",
+            "BookFull",
+            "ContractError",
+            "DuplicateRequest",
+            "FrameExpired",
+            "HandshakeFailed",
+            "InFlightFull",
+            "InvalidBatch",
+            "InvalidRequest",
+            "InvalidToken",
+            "LayoutMismatch",
+            "NotApplied",
+            "PeerError",
+            "PromptTooLong",
+            "SidecarDied",
+            "SidecarTimeout",
+            "StaleRow",
+        ),
+        "ipc.errors",
+    ),
+}
+
+__all__ = [
+    "AsyncbookError",
+    "Batch",
+    "Book",
+    "BookConfig",
+    "BookFull",
+    "ContractError",
+    "DuplicateRequest",
+    "FinishReason",
+    "Frame",
+    "FrameExpired",
+    "HandshakeFailed",
+    "InFlightFull",
+    "InvalidBatch",
+    "InvalidRequest",
+    "InvalidToken",
+    "LayoutMismatch",
+    "NotApplied",
+    "PeerError",
+    "PromptTooLong",
+    "RequestParams",
+    "Row",
+    "SidecarDied",
+    "SidecarTimeout",
+    "SpecDecodeStats",
+    "StaleRow",
+    "Stats",
+    "StepOutputs",
+    "attach",
+    "open",
+    "spawn",
+    "subscribe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

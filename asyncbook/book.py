@@ -1,0 +1,384 @@
+"""The public contract: everything a book does for its runner, whoever keeps it. `docs/ledger.md` has the rules.
+
+`Book` checks a call, sends one message, and then changes what the runner knows; a call that raises has sent nothing and
+changed nothing. Where messages go, and how to wait for them, is left to `EmbeddedBook` and `SidecarBook`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from asyncbook.admission import check_request
+from asyncbook.batch import Batch, BatchSlots, check_ids, make_batch
+from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams
+from asyncbook.frame import Frame, FrameViews
+from asyncbook.ipc import wire
+from asyncbook.ipc.errors import AsyncbookError, FrameExpired, InFlightFull, InvalidBatch, InvalidRequest, NotApplied
+from asyncbook.ipc.histogram import bucket_of
+from asyncbook.ipc.layout import INT32_MAX, INT32_MIN, NUM_HISTOGRAM_BUCKETS, Counter, Word
+from asyncbook.ipc.layout import Histogram as HistogramRow
+from asyncbook.ipc.publish import Words
+from asyncbook.ipc.segment import Segment
+from asyncbook.outputs import RequestNames, StepOutputs
+from asyncbook.rows import HeldRow, Row, RowRegistry
+from asyncbook.stats import (
+    Histogram,
+    SpecDecodeStats,
+    Stats,
+    dropped_tokens,
+    finished_requests,
+    spec_decode_stats,
+)
+
+
+class BookClosed(AsyncbookError):
+    """The book was closed."""
+
+
+class Book(ABC):
+    """A book, used from one thread. Made by `asyncbook.open` or `asyncbook.spawn`."""
+
+    def __init__(self, config: BookConfig) -> None:
+        config.check_supported()
+        self.config = config
+        self._layout = config.layout
+        self._segment = Segment.create(self._layout)
+        memory = self._segment.readable()
+        self._frames = FrameViews(self._layout, memory)
+        self._token_ids = self._layout.token_ids.view(memory)[:, : config.max_model_len]
+        self._is_token_ids = self._layout.is_token_ids.view(memory)[:, : config.max_model_len]
+        self._counters = self._layout.counters.view(memory)
+        self._histograms = self._layout.histograms.view(memory)
+        self._words = Words(self._layout.words.view(memory))
+        self._rows = RowRegistry(config.max_num_reqs)
+        self._names = RequestNames()
+        self._slots = BatchSlots()
+        self._submit_histogram = np.zeros(NUM_HISTOGRAM_BUCKETS, np.int64)
+        self._submitted_step = 0
+        self._known_applied_step = 0
+        self._seq = 0
+        self._is_closed = False
+
+    # Where a book differs from another
+
+    @abstractmethod
+    def _send(self, message: wire.AnyCommand) -> None:
+        """Takes a message on its way, or raises with nothing done. Never blocks."""
+
+    @abstractmethod
+    def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
+        """Until `step` is applied. Raises `NotApplied` for a step that was not submitted, `SidecarTimeout`, `SidecarDied`."""
+
+    @abstractmethod
+    async def applied(self, step: int) -> None:
+        """`wait_applied` for an event loop, which is woken for a step that somebody awaits and for no other."""
+
+    @abstractmethod
+    def poll_outputs(self) -> list[StepOutputs]:
+        """What was delivered since the last call, all outputs of the applied steps among it. Does not wait for more."""
+
+    @abstractmethod
+    def outputs(self) -> AsyncIterator[StepOutputs]:
+        """What is delivered, as it comes, until the book is closed."""
+
+    @property
+    @abstractmethod
+    def sidecar_pid(self) -> int | None:
+        """The sidecar's process id, None for an embedded book."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the book; a sidecar applies what was sent first. Idempotent. Arrays taken before stay readable."""
+
+    # The life of a row
+
+    def _next_seq(self) -> int:
+        if self._is_closed:
+            raise BookClosed("the book is closed")
+        return self._seq + 1
+
+    def _post(self, message: wire.AnyCommand) -> None:
+        self._send(message)
+        self._seq = message.seq
+
+    def admit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        params: RequestParams = DEFAULT_PARAMS,
+        *,
+        output_token_ids: Sequence[int] | np.ndarray = (),
+        num_computed_tokens: int = 0,
+        prompt_is_token_ids: Sequence[bool] | np.ndarray | None = None,
+    ) -> Row:
+        """Gives the request a free row, the lowest. Never blocks.
+
+        `output_token_ids`: what an earlier row of the request had put out; they count as outputs and are not delivered
+        again. `prompt_is_token_ids` bool [len(prompt)]: False where a position holds something else than its id says.
+        Raises `InvalidRequest`, `InvalidToken`, `PromptTooLong`, `DuplicateRequest`, `BookFull`.
+        """
+        request = check_request(
+            self.config, request_id, prompt_token_ids, params, output_token_ids, num_computed_tokens, prompt_is_token_ids
+        )
+        row = self._rows.check_admission(request_id)
+        message = wire.Admit(
+            self._next_seq(),
+            row.index,
+            row.generation,
+            self._names.next_no,
+            request_id,
+            wire.as_bytes(request.prompt_token_ids),
+            wire.as_bytes(request.output_token_ids),
+            None if request.is_token_ids is None else wire.as_bytes(request.is_token_ids),
+            num_computed_tokens,
+            INT32_MAX if params.max_tokens is None else min(int(params.max_tokens), INT32_MAX),
+            min(int(params.min_tokens), INT32_MAX),
+            [int(token_id) for token_id in params.eos_token_ids],
+            [int(token_id) for token_id in params.stop_token_ids],
+            params.ignore_eos,
+        )
+        self._post(message)
+        self._names.add(request_id)
+        self._rows.admit(row, request_id, request.prompt_token_ids.size)
+        return row
+
+    def abort(self, row: Row) -> None:
+        """Ends the request with `ABORT`, unless it has ended. The row stays held, its `request_id` is free."""
+        self._rows.held(row)
+        self._post(wire.Abort(self._next_seq(), row.index, row.generation))
+        self._rows.abort(row)
+
+    def preempt(self, row: Row, *, drop_in_flight: bool = False) -> None:
+        """Takes the row's computed tokens away. Ids still in flight under the handle are delivered, or dropped."""
+        held = self._rows.held(row)
+        self._post(wire.Preempt(self._next_seq(), row.index, row.generation, bool(drop_in_flight)))
+        held.is_preempted = True
+
+    def resume(self, row: Row, *, num_computed_tokens: int = 0) -> Row:
+        """Takes a preempted row up again under a new handle; what was launched under the old one is stale."""
+        return self._rename(row, num_computed_tokens, wire.Resume, preempted=True)
+
+    def rewind(self, row: Row, num_computed_tokens: int) -> Row:
+        """Sets `num_computed_tokens` under a new handle; what was launched under the old one is stale."""
+        return self._rename(row, num_computed_tokens, wire.Rewind, preempted=False)
+
+    def _rename(
+        self, row: Row, num_computed_tokens: int, message: type[wire.Resume | wire.Rewind], *, preempted: bool
+    ) -> Row:
+        new_row = self._rows.renamed(row, preempted=preempted)
+        if not 0 <= num_computed_tokens <= self.config.max_model_len:
+            raise InvalidRequest(
+                f"num_computed_tokens is {num_computed_tokens}, expected 0 to max_model_len = {self.config.max_model_len}"
+            )
+        self._post(message(self._next_seq(), new_row.index, new_row.generation, int(num_computed_tokens)))
+        self._rows.rename(new_row)
+        return new_row
+
+    def release(self, row: Row) -> None:
+        """Frees the row at once; a request that has not ended is aborted first."""
+        self._rows.held(row)
+        self._post(wire.Release(self._next_seq(), row.index, row.generation))
+        self._rows.release(row)
+
+    # Steps
+
+    def batch(
+        self,
+        rows: Iterable[Row],
+        *,
+        num_scheduled_tokens: Sequence[int] | np.ndarray | None = None,
+        num_draft_tokens: Sequence[int] | np.ndarray | None = None,
+    ) -> Batch:
+        """Who takes part in a step. Default: every token of the row not computed yet, plus its drafts; no drafts.
+
+        Raises `StaleRow`, and `InvalidBatch` for a row named twice or a number out of range.
+        """
+        return make_batch(self._rows, rows, num_scheduled_tokens, num_draft_tokens, self.config.num_spec_tokens)
+
+    def submit(
+        self, batch: Batch, sampled_token_ids: Any, *, logprobs: Any = None, draft_token_ids: Any = None
+    ) -> int:
+        """Hands over what a step sampled and returns its number. Never blocks.
+
+        `sampled_token_ids`: int32 or int64, [n] or [n, 1 to 1 + num_spec_tokens], numpy or torch; -1 pads.
+        `draft_token_ids`: the next step's drafts, [n] or [n, 1 to num_spec_tokens]. Both may be overwritten as soon as
+        this returns. Raises `InvalidBatch`; `InFlightFull` when `max_in_flight` steps are not yet applied.
+        """
+        start_ns = time.monotonic_ns()
+        if logprobs is not None:
+            raise NotImplementedError("logprobs are not part of this version of asyncbook yet")
+        n = len(batch.rows)
+        num_spec_tokens = self.config.num_spec_tokens
+        sampled = check_ids("sampled_token_ids", sampled_token_ids, n, 1 + num_spec_tokens)
+        drafts = None if draft_token_ids is None else self._check_drafts(draft_token_ids, n)
+        if not self._has_room():
+            raise InFlightFull(
+                f"step {self._submitted_step + 1} does not fit: step {self._known_applied_step} is applied, "
+                f"at most {self.config.max_in_flight} may be in flight"
+            )
+        seq = self._next_seq()
+        if not self._slots.is_known(batch):
+            self._post(wire.DescribeBatch(seq, self._slots.next_slot, wire.as_bytes(batch.fields)))
+            self._slots.remember(batch)
+            seq += 1
+        step = self._submitted_step + 1
+        message = wire.Step(
+            seq,
+            step,
+            batch.slot,
+            sampled.shape[1] if sampled.ndim == 2 else 1,
+            sampled.itemsize == 8,
+            wire.as_bytes(sampled),
+            0 if drafts is None else drafts.shape[1],
+            None if drafts is None else wire.as_bytes(drafts),
+        )
+        self._post(message)
+        self._submitted_step = step
+        self._submit_histogram[bucket_of(time.monotonic_ns() - start_ns)] += 1
+        return step
+
+    def _check_drafts(self, draft_token_ids: Any, n: int) -> np.ndarray:
+        if self.config.num_spec_tokens == 0:
+            raise InvalidBatch("draft_token_ids came, but the book was made with num_spec_tokens=0")
+        drafts = check_ids("draft_token_ids", draft_token_ids, n, self.config.num_spec_tokens)
+        if drafts.itemsize == 8:
+            drafts = np.clip(drafts, INT32_MIN, INT32_MAX).astype(np.int32)
+        return drafts.reshape(n, -1) if n else drafts.reshape(0, 1)
+
+    def _has_room(self) -> bool:
+        if self._submitted_step - self._known_applied_step < self.config.max_in_flight:
+            return True
+        return self._submitted_step - self.applied_step < self.config.max_in_flight
+
+    def _room_step(self) -> int:
+        """The step whose application makes room for one more."""
+        return self._submitted_step + 1 - self.config.max_in_flight
+
+    def wait_room(self, timeout_s: float | None = None) -> None:
+        """Until one more `submit` fits. Raises `SidecarTimeout`, `SidecarDied`."""
+        if not self._has_room():
+            self.wait_applied(self._room_step(), timeout_s)
+
+    async def room(self) -> None:
+        """`wait_room` for an event loop."""
+        if not self._has_room():
+            await self.applied(self._room_step())
+
+    def _check_submitted(self, step: int) -> None:
+        if step > self._submitted_step:
+            raise NotApplied(f"step {step} was not submitted, the last was step {self._submitted_step}")
+
+    # What the book says
+
+    @property
+    def applied_step(self) -> int:
+        """The last step that is applied and published, 0 before the first."""
+        self._known_applied_step = self._words.load_acquire(Word.PUBLISHED_STEP)
+        return self._known_applied_step
+
+    @property
+    def submitted_step(self) -> int:
+        """The last step that was submitted, 0 before the first."""
+        return self._submitted_step
+
+    def frame(self, step: int | None = None) -> Frame:
+        """Every column as of `step`, by default the last applied one. Raises `NotApplied`, `FrameExpired`."""
+        applied_step = self.applied_step
+        if step is None:
+            step = applied_step
+        elif step > applied_step:
+            raise NotApplied(f"step {step} is not applied, the last applied one is step {applied_step}")
+        self._check_frame(step)
+        return Frame(step, self._frames, self._check_frame)
+
+    def _check_frame(self, step: int) -> None:
+        if step < 0 or self._submitted_step - step >= self._frames.num_frames:
+            raise FrameExpired(
+                f"the frame of step {step} is gone: step {self._submitted_step} was submitted since, "
+                f"a frame holds for {self._frames.num_frames - 1} later steps"
+            )
+
+    def _committed(self, row: Row) -> tuple[HeldRow, int]:
+        """Number of committed tokens in the last applied frame."""
+        held = self._rows.held(row)
+        frame = self.frame()
+        if not held.admit_generation <= int(frame.generation[row.index]):
+            raise NotApplied(
+                f"row {row.index} was given to request {held.request_id!r} after step {frame.step}, the last applied one"
+            )
+        return held, int(frame.num_tokens_no_spec[row.index])
+
+    def token_ids(self, row: Row) -> np.ndarray:
+        """int32: committed tokens, prompt included; read-only, no copy. Raises `StaleRow`, `NotApplied`."""
+        _, num_tokens_no_spec = self._committed(row)
+        return self._token_ids[row.index, :num_tokens_no_spec]
+
+    def output_token_ids(self, row: Row) -> np.ndarray:
+        """int32: committed outputs; read-only, no copy. Raises `StaleRow`, `NotApplied`."""
+        held, num_tokens_no_spec = self._committed(row)
+        return self._token_ids[row.index, held.num_prompt_tokens : num_tokens_no_spec]
+
+    def stats(self) -> Stats:
+        """Counters as of now; those of a step that is applied are in."""
+        applied_step = self.applied_step
+        counters = self._counters.copy()
+        return Stats(
+            submitted_steps=self._submitted_step,
+            applied_steps=applied_step,
+            num_rows_held=self._rows.num_held,
+            num_rows_free=self.config.max_num_reqs - self._rows.num_held,
+            admitted_requests=int(counters[Counter.ADMITTED]),
+            released_requests=int(counters[Counter.RELEASED]),
+            finished_requests=finished_requests(counters),
+            submitted_tokens=int(counters[Counter.SUBMITTED_TOKENS]),
+            committed_tokens=int(counters[Counter.COMMITTED_TOKENS]),
+            dropped_tokens=dropped_tokens(counters),
+            invalid_draft_tokens=int(counters[Counter.INVALID_DRAFT_TOKENS]),
+            outputs_dropped_requests=int(counters[Counter.OUTPUTS_DROPPED_REQUESTS]),
+            messages=int(counters[Counter.MESSAGES]),
+            replayed_messages=int(counters[Counter.REPLAYED_MESSAGES]),
+            stale_messages=int(counters[Counter.STALE_MESSAGES]),
+            bad_messages=int(counters[Counter.BAD_MESSAGES]),
+            submit_us=Histogram(self._submit_histogram.copy()),
+            apply_us=Histogram(self._histograms[HistogramRow.APPLY].copy()),
+        )
+
+    def spec_decode_stats(self) -> SpecDecodeStats:
+        """What verification accepted so far; `applied_step` says as of when."""
+        _ = self.applied_step  # what was written before it was published is visible below
+        return spec_decode_stats(self._counters, self.config.num_spec_tokens)
+
+    def stream(self, request_id: str) -> Any:
+        """Outputs of one request."""
+        raise NotImplementedError("stream is not part of this version of asyncbook yet")
+
+    @property
+    def address(self) -> str:
+        """Where other processes find the book."""
+        raise NotImplementedError("address (attach and subscribe) is not part of this version of asyncbook yet")
+
+    # Ends
+
+    async def aclose(self) -> None:
+        """`close` for an event loop."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()

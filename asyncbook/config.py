@@ -1,0 +1,134 @@
+"""What a book is made with, and what a request brings along."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncbook.ipc.errors import InvalidRequest
+from asyncbook.ipc.layout import INT32_MAX, MAX_IN_FLIGHT, MAX_POSITIONS, MAX_ROWS, MAX_SPEC_TOKENS, Layout
+
+TRANSPORTS = ("zmq", "ring")
+RESTARTS = ("replay", "fail")
+
+
+def _not_yet(feature: str) -> NotImplementedError:
+    return NotImplementedError(f"{feature} is not part of this version of asyncbook yet")
+
+
+def _check_range(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}, expected an int from {least} to {most}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BookConfig:
+    """Size and manner of a book. Raises `ValueError` naming the field, what was expected and what came.
+
+    `max_num_reqs` rows of `max_model_len` positions; ids below `vocab_size`; at most `num_spec_tokens` drafts a row and
+    step; at most `max_in_flight` steps submitted and not yet applied. `spin_us`: how long an idle sidecar looks for work
+    before it sleeps. `sidecar_cpu`: the core it is bound to. `start_timeout_s`: how long `spawn` waits for it (kernels
+    that must be compiled first do not count).
+    """
+
+    max_num_reqs: int
+    max_model_len: int
+    vocab_size: int
+    num_spec_tokens: int = 0
+    max_in_flight: int = 2
+    max_logprobs: int | None = None
+    tokenizer: str | os.PathLike[str] | None = None
+    device: str | None = None
+    transport: str = "zmq"
+    restart: str = "replay"
+    sidecar_cpu: int | None = None
+    spin_us: int = 50
+    start_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _check_range("max_num_reqs", self.max_num_reqs, 1, MAX_ROWS)
+        _check_range("max_model_len", self.max_model_len, 1, MAX_POSITIONS)
+        _check_range("vocab_size", self.vocab_size, 1, INT32_MAX)
+        _check_range("num_spec_tokens", self.num_spec_tokens, 0, MAX_SPEC_TOKENS)
+        _check_range("max_in_flight", self.max_in_flight, 1, MAX_IN_FLIGHT)
+        _check_range("spin_us", self.spin_us, 0, 1_000_000)
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport is {self.transport!r}, expected one of {', '.join(TRANSPORTS)}")
+        if self.restart not in RESTARTS:
+            raise ValueError(f"restart is {self.restart!r}, expected one of {', '.join(RESTARTS)}")
+        if self.sidecar_cpu is not None and self.sidecar_cpu not in os.sched_getaffinity(0):
+            usable = sorted(os.sched_getaffinity(0))
+            raise ValueError(f"sidecar_cpu is {self.sidecar_cpu!r}, expected a core this process may use: {usable}")
+        if not self.start_timeout_s > 0:
+            raise ValueError(f"start_timeout_s is {self.start_timeout_s!r}, expected more than 0")
+
+    def check_supported(self) -> None:
+        """Raises `NotImplementedError` naming what this version does not have yet."""
+        if self.max_logprobs is not None:
+            raise _not_yet("max_logprobs (logprobs)")
+        if self.tokenizer is not None:
+            raise _not_yet("tokenizer (text and stop strings)")
+        if self.device is not None:
+            raise _not_yet("device (pinned frames)")
+        if self.transport == "ring":
+            raise _not_yet('transport="ring" (the sample ring)')
+
+    @property
+    def layout(self) -> Layout:
+        """Where everything is in this book's segment."""
+        return Layout(self.max_num_reqs, self.max_model_len, self.num_spec_tokens, self.max_in_flight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestParams:
+    """What ends a request and what it reports. Names and meaning are vLLM's; `eos_token_id` is one id or several.
+
+    `max_tokens` and `min_tokens` count outputs; `ignore_eos` ignores `eos_token_id` and nothing else.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    eos_token_id: int | Sequence[int] | None = None
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` naming the field, what was expected and what came. `Book.admit` calls it."""
+        if self.max_tokens is not None:
+            _check_count("max_tokens", self.max_tokens, 1)
+        _check_count("min_tokens", self.min_tokens, 0)
+        for name, ids in (("eos_token_id", self.eos_token_ids), ("stop_token_ids", self.stop_token_ids)):
+            for token_id in ids:
+                if not _is_int(token_id) or not 0 <= token_id <= INT32_MAX:
+                    raise InvalidRequest(f"{name} holds {token_id!r}, expected ids from 0 to {INT32_MAX}")
+        if isinstance(self.stop, str):
+            raise InvalidRequest(f"stop is the string {self.stop!r}, expected a sequence of strings")
+        if self.stop:
+            raise InvalidRequest("stop strings need a book with tokenizer=, this version has none")
+        if self.logprobs is not None:
+            raise InvalidRequest("logprobs need a book with max_logprobs=, this version has none")
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence ids, none, one or several."""
+        if self.eos_token_id is None:
+            return ()
+        if _is_int(self.eos_token_id):
+            return (self.eos_token_id,)  # type: ignore[return-value]
+        return tuple(self.eos_token_id)  # type: ignore[arg-type]
+
+
+def _is_int(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not _is_int(value) or value < least:  # type: ignore[operator]
+        raise InvalidRequest(f"{name} is {value!r}, expected an int of at least {least}")
+
+
+DEFAULT_PARAMS = RequestParams()

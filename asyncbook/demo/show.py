@@ -1,0 +1,138 @@
+"""The whole demo: load, run every way, compare, report."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from asyncbook import BookConfig, RequestParams
+from asyncbook.demo import report, results, weights
+from asyncbook.demo.bookkeeping import open_way
+from asyncbook.demo.engine import NUM_SPEC_TOKENS, Engine
+from asyncbook.demo.live import Display
+from asyncbook.demo.model import Llama
+from asyncbook.demo.results import Result
+from asyncbook.demo.runner import Request, Runner
+from asyncbook.demo.tokenizer import Tokenizer
+
+PREFILL_CHUNK = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The demo's options. `prompts` None: our own."""
+
+    model: str
+    prompts: Path | None
+    rows: int
+    max_tokens: int
+    device: str
+    out: Path
+    ways: Sequence[str]
+    live: bool
+
+
+def show(setting: Setting) -> bool:
+    """Runs the demo; True when all ways came to the same."""
+    console = Console()
+    device = torch.device(setting.device)
+    if device.type == "cpu":
+        num_threads = _leave_a_core()
+        console.print(f"forward passes on {num_threads} CPU thread(s) in every way: one core is left for the sidecar")
+    began_s = time.monotonic()
+    model, tokenizer = weights.load(setting.model, device)
+    console.print(f"loaded {setting.model} in {time.monotonic() - began_s:.1f} s")
+    runs = _run_ways(setting, model, tokenizer, console)
+    found = [text for run in runs for text in results.own_differences(run)]
+    found += [text for run in runs[1:] for text in results.differences(runs[0], run)]
+    _tell(runs, found, console)
+    _leave_behind(setting, runs, console)
+    return not found
+
+
+def _leave_a_core() -> int:
+    num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def read_requests(setting: Setting, tokenizer: Tokenizer) -> list[Request]:
+    """New requests from the prompts file: a JSON object a line, {"prompt": ..., optional "max_tokens": ...}."""
+    source = setting.prompts or files("asyncbook.demo") / "prompts.jsonl"
+    entries = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    requests = []
+    for number, entry in enumerate(entries):
+        max_tokens = entry.get("max_tokens", setting.max_tokens)
+        params = RequestParams(max_tokens=max_tokens, eos_token_id=tokenizer.eos_token_id)
+        prompt = entry["prompt"]
+        requests.append(Request(f"request-{number}", prompt, tokenizer.encode_chat(prompt), params))
+    return requests
+
+
+def _run_ways(setting: Setting, model: Llama, tokenizer: Tokenizer, console: Console) -> list[Result]:
+    runs = []
+    with Display(console, tokenizer, setting.ways, setting.live and console.is_terminal) as display:
+        for way in setting.ways:
+            requests = read_requests(setting, tokenizer)
+            gc.collect()
+            runs.append(_run_way(way, setting, model, tokenizer, requests, display))
+    return runs
+
+
+def _run_way(
+    way: str, setting: Setting, model: Llama, tokenizer: Tokenizer, requests: list[Request], display: Display
+) -> Result:
+    lengths = [len(request.prompt_token_ids) + (request.params.max_tokens or 0) for request in requests]
+    config = BookConfig(
+        max_num_reqs=setting.rows,
+        max_model_len=max(lengths),
+        vocab_size=tokenizer.vocab_size,
+        num_spec_tokens=NUM_SPEC_TOKENS,
+    )
+    engine = Engine(model, setting.rows, config.max_model_len, PREFILL_CHUNK)
+    engine.warm_up()
+    with open_way(way, config) as book:
+        runner = Runner(book, engine, requests)
+        display.begin(way, len(requests))
+        began_s = time.monotonic()
+        runner.run(display.after_step)
+        seconds = time.monotonic() - began_s
+        result = results.collect(way, runner, book.spec_decode_stats(), tokenizer, seconds)
+    display.end(sum(len(request.token_ids) for request in requests), len(result.columns))
+    return result
+
+
+def _tell(runs: Sequence[Result], found: Sequence[str], console: Console) -> None:
+    console.print(report.acceptance_table(runs[0].acceptance))
+    console.print(report.cost_table(runs))
+    console.print(report.parts_table(runs))
+    ways = ", ".join(run.way for run in runs)
+    if found:
+        console.print(f"[bold red]NOT identical[/]: {ways}")
+        for text in found:
+            console.print(text, markup=False, highlight=False)
+    else:
+        steps, answers = len(runs[0].columns), len(runs[0].answers)
+        console.print(
+            f"[bold green]identical[/]: {ways}; {answers} outputs, all columns of {steps} frames, draft counters"
+        )
+
+
+def _leave_behind(setting: Setting, runs: Sequence[Result], console: Console) -> None:
+    from asyncbook.demo.picture import write_picture
+    from asyncbook.demo.trace import write_trace
+
+    setting.out.mkdir(parents=True, exist_ok=True)
+    picture, trace = setting.out / "demo.png", setting.out / "demo-trace.json"
+    write_picture(runs, f"{setting.model} on {setting.device}, {setting.rows} rows", picture)
+    write_trace(runs, trace)
+    console.print(f"picture: {picture}\ntrace:   {trace} (open it at https://ui.perfetto.dev)", highlight=False)

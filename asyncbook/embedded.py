@@ -1,0 +1,88 @@
+"""A book without a process: every call is applied before it returns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from asyncbook.book import Book
+from asyncbook.config import BookConfig
+from asyncbook.ipc import wire
+from asyncbook.outputs import StepOutputs
+from asyncbook.worker import jit
+from asyncbook.worker.bookkeeper import Bookkeeper
+from asyncbook.worker.outbox import OutputColumns
+
+MAX_QUEUED_OUTPUTS = 512  # steps that wait for the reader one by one; beyond that they come in bigger pieces
+
+
+class EmbeddedBook(Book):
+    """Keeps the book in the runner's own thread."""
+
+    def __init__(self, config: BookConfig) -> None:
+        super().__init__(config)
+        jit.announce_compilation()
+        jit.compile_all()
+        self._queue: deque[StepOutputs] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self._enqueue)
+
+    def _enqueue(self, step: int, columns: OutputColumns) -> bool:
+        if len(self._queue) >= MAX_QUEUED_OUTPUTS:
+            return False
+        # Copies: the columns are the outbox's own memory.
+        self._queue.append(
+            self._names.step_outputs(
+                step,
+                columns.request_nos,
+                columns.offsets.copy(),
+                columns.token_ids.copy(),
+                columns.finish_reasons.copy(),
+                columns.stop_reasons.copy(),
+            )
+        )
+        self._wake_reader()
+        return True
+
+    def _wake_reader(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _send(self, message: wire.AnyCommand) -> None:
+        self._bookkeeper.apply(message)
+        self._bookkeeper.flush()
+
+    def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
+        self._check_submitted(step)
+
+    async def applied(self, step: int) -> None:
+        self._check_submitted(step)
+
+    def poll_outputs(self) -> list[StepOutputs]:
+        if not self._is_closed:
+            self._bookkeeper.flush()
+        outputs = list(self._queue)
+        self._queue.clear()
+        return outputs
+
+    async def outputs(self) -> AsyncIterator[StepOutputs]:
+        while True:
+            for step_outputs in self.poll_outputs():
+                yield step_outputs
+            if self._queue:
+                continue
+            if self._is_closed:
+                return
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    @property
+    def sidecar_pid(self) -> None:
+        return None
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._segment.close()
+            self._wake_reader()

@@ -1,0 +1,182 @@
+"""The sidecar as a process: started, watched, ended. Always a fresh interpreter, never a fork of the runner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from asyncbook.config import BookConfig
+from asyncbook.ipc import errors, wire
+from asyncbook.ipc.channel import RunnerChannel
+from asyncbook.ipc.layout import LAYOUT_VERSION
+from asyncbook.ipc.segment import Segment
+
+logger = logging.getLogger("asyncbook")
+
+LOG_NAME = "sidecar.log"
+LOG_TAIL_LINES = 10
+COMPILE_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 5.0
+SETUP_LENGTH = struct.Struct("<I")
+
+
+class SidecarProcess:
+    """One sidecar. `pidfd` is readable once it has ended."""
+
+    def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel) -> None:
+        self._channel = channel
+        self._token = secrets.token_bytes(16)
+        self._log_path = channel.directory / LOG_NAME
+        self._owner_pid = os.getpid()
+        # The reading end goes to the sidecar; the writing end closes with this process, however it ends.
+        lifetime_read, self._lifetime = os.pipe()
+        try:
+            self._popen = self._start(segment.descriptor, lifetime_read)
+        except OSError as error:
+            os.close(self._lifetime)
+            raise errors.HandshakeFailed(f"cannot start the sidecar with {sys.executable!r}: {error}") from error
+        finally:
+            os.close(lifetime_read)
+        self.pid = self._popen.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        try:
+            self._hand_over_setup(config, channel.directory)
+            self._shake_hands(config.start_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, segment_descriptor: int, lifetime_read: int) -> subprocess.Popen[bytes]:
+        descriptors = (segment_descriptor, lifetime_read)
+        # -P: the runner's working directory is no place to import from. One BLAS thread: the sidecar has no use for any.
+        command = [sys.executable, "-P", "-m", "asyncbook.worker", *map(str, descriptors)]
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        with self._log_path.open("wb") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=descriptors,
+                env=environment,
+            )
+
+    def _hand_over_setup(self, config: BookConfig, directory: Path) -> None:
+        setup = wire.encode(
+            wire.Setup(
+                self._token,
+                str(directory),
+                config.vocab_size,
+                config.spin_us,
+                config.sidecar_cpu,
+                wire.schema_hash(),
+            )
+        )
+        try:
+            os.write(self._lifetime, SETUP_LENGTH.pack(len(setup)) + setup)
+        except BrokenPipeError:
+            raise self._died_while_starting() from None
+
+    def _shake_hands(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            data = self._channel.receive_event()
+            if data is None:
+                left_s = deadline - time.monotonic()
+                if not self.is_alive():
+                    raise self._died_while_starting()
+                if left_s <= 0:
+                    raise errors.HandshakeFailed(f"the sidecar was not ready within {timeout_s} s: {self.log_tail()}")
+                self._channel.wait_event(int(left_s * 1000) + 1, self.pidfd)
+                continue
+            event = self._decode(data)
+            if isinstance(event, wire.Compiling):
+                logger.warning("compiling kernels, once per machine (cached in %s)", event.cache_path)
+                deadline = max(deadline, time.monotonic() + COMPILE_TIMEOUT_S)
+            elif isinstance(event, wire.Ready):
+                self._check_ready(event)
+                if not self._channel.wait_command_room(int(timeout_s * 1000)):
+                    raise errors.HandshakeFailed("the sidecar is ready but takes no commands")
+                return
+
+    def _decode(self, data: bytes) -> wire.AnyEvent:
+        try:
+            event = wire.decode_event(data)
+        except errors.BadMessage as error:
+            raise errors.HandshakeFailed(f"the sidecar's handshake does not decode: {error}") from error
+        if isinstance(event, wire.Refused | wire.Ready) and event.token != self._token:
+            raise errors.HandshakeFailed("a process without the handshake token answered in the sidecar's place")
+        if isinstance(event, wire.Refused):
+            kind = errors.LayoutMismatch if event.kind == errors.LayoutMismatch.__name__ else errors.HandshakeFailed
+            raise kind(event.reason)
+        if isinstance(event, wire.Fault):
+            raise errors.HandshakeFailed(f"the sidecar could not start: {event.reason}")
+        return event
+
+    def _check_ready(self, ready: wire.Ready) -> None:
+        if ready.layout_version != LAYOUT_VERSION:
+            raise errors.LayoutMismatch(f"the sidecar has layout {ready.layout_version}, expected {LAYOUT_VERSION}")
+        if ready.schema_hash != wire.schema_hash():
+            raise errors.LayoutMismatch(f"the sidecar speaks schema {ready.schema_hash}, expected {wire.schema_hash()}")
+
+    def _died_while_starting(self) -> errors.HandshakeFailed:
+        # What it had to say may have come in just before it ended.
+        data = self._channel.receive_event()
+        if data is not None:
+            self._decode(data)
+        return errors.HandshakeFailed(f"the sidecar ended while starting: {self.describe_end()}")
+
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def describe_end(self) -> str:
+        """Exit status or signal, and the last lines of its log."""
+        status = self._popen.wait()
+        if status < 0:
+            try:
+                name = signal.Signals(-status).name
+            except ValueError:
+                name = f"signal {-status}"
+            return f"killed by {name}; {self.log_tail()}"
+        return f"exit status {status}; {self.log_tail()}"
+
+    def log_tail(self) -> str:
+        """The last lines that the sidecar logged."""
+        try:
+            lines = self._log_path.read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        return "its log ends with: " + " | ".join(lines[-LOG_TAIL_LINES:]) if lines else "its log is empty"
+
+    def stop(self) -> None:
+        """Waits for it to end after `Stop`, or after the end of its lifetime pipe; kills it if it does not."""
+        if self._owner_pid != os.getpid():
+            return  # a forked child has copies of these descriptors, but not this process
+        self._close_descriptors(lifetime_only=True)
+        try:
+            self._popen.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the sidecar (pid %d) did not end within %s s and is killed", self.pid, STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once, if it has not ended. Idempotent."""
+        if self._popen.poll() is None:
+            self._popen.kill()
+            self._popen.wait()
+        self._close_descriptors(lifetime_only=False)
+
+    def _close_descriptors(self, *, lifetime_only: bool) -> None:
+        if self._lifetime >= 0:
+            os.close(self._lifetime)
+            self._lifetime = -1
+        if not lifetime_only and self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1

@@ -1,0 +1,200 @@
+"""A book kept by a process of its own. The runner sends a message and goes on; it reads results from shared memory."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator
+
+import numpy as np
+
+from asyncbook.book import Book, BookClosed
+from asyncbook.config import BookConfig
+from asyncbook.ipc import wire
+from asyncbook.ipc.channel import RunnerChannel
+from asyncbook.ipc.errors import BadMessage, InFlightFull, SidecarDied, SidecarTimeout
+from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
+from asyncbook.ipc.publish import Words, fence
+from asyncbook.outputs import StepOutputs
+from asyncbook.process import SidecarProcess
+from asyncbook.waiting import DescriptorWaiters
+
+SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
+FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs; a live sidecar needs microseconds
+
+
+def _end(process: SidecarProcess, channel: RunnerChannel) -> None:
+    process.stop()
+    channel.close()
+
+
+class SidecarBook(Book):
+    """Made by `asyncbook.spawn`; ready when that returns."""
+
+    def __init__(self, config: BookConfig) -> None:
+        super().__init__(config)
+        self._runner_words = Words(self._segment.runner_words())
+        self._runner_words.store_release(RunnerWord.WAKE_AT_STEP, NO_WAKE)
+        self._channel = RunnerChannel()
+        try:
+            self._process = SidecarProcess(config, self._segment, self._channel)
+        except BaseException:
+            self._channel.close()
+            self._segment.close()
+            raise
+        # Runs at `close`, when the book is collected, or when the interpreter ends, whichever comes first.
+        self._finalizer = weakref.finalize(self, _end, self._process, self._channel)
+        self._num_outputs_received = 0
+        self._awaited_steps: list[int] = []
+        self._waiters = DescriptorWaiters()
+        self._fault = ""
+
+    # Sending
+
+    def _send(self, message: wire.AnyCommand) -> None:
+        if not self._channel.send_command(wire.encode(message)):
+            self._check_alive()
+            raise InFlightFull(f"message {message.seq} does not fit: the sidecar has not taken the ones before it")
+
+    # Waiting
+
+    def _check_alive(self) -> None:
+        if self._is_closed:
+            raise BookClosed("the book is closed")
+        if not self._process.is_alive():
+            self._drain_events()
+            fault = f" ({self._fault})" if self._fault else ""
+            raise SidecarDied(
+                f"the sidecar (pid {self._process.pid}) died{fault}: {self._process.describe_end()}; step "
+                f"{self.applied_step} is applied, step {self._submitted_step} was submitted"
+            )
+
+    def _drain_events(self) -> None:
+        """Wake-ups only say "look again"; a fault is kept for the error that follows when the process ends."""
+        while (data := self._channel.receive_event()) is not None:
+            try:
+                event = wire.decode_event(data)
+            except BadMessage:
+                continue
+            if isinstance(event, wire.Fault):
+                self._fault = event.reason
+
+    def _ask_to_be_woken(self) -> None:
+        """Tells the sidecar the next step that somebody waits for. Both sides put a fence between their store and their
+        look, so either the sidecar sees this, or the caller's look after it sees the step."""
+        self._runner_words.store_release(RunnerWord.WAKE_AT_STEP, min(self._awaited_steps, default=NO_WAKE))
+        fence()
+
+    def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
+        self._check_submitted(step)
+        if self._known_applied_step >= step or self.applied_step >= step:
+            return
+        spin_until_ns = time.monotonic_ns() + SPIN_NS
+        while time.monotonic_ns() < spin_until_ns:
+            if self.applied_step >= step:
+                return
+            os.sched_yield()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._awaited_steps.append(step)
+        self._ask_to_be_woken()
+        try:
+            while self.applied_step < step:
+                self._check_alive()
+                self._channel.wait_event(self._milliseconds_left(step, deadline), self._process.pidfd)
+                self._drain_events()
+        finally:
+            self._awaited_steps.remove(step)
+            self._ask_to_be_woken()
+
+    def _milliseconds_left(self, step: int, deadline: float | None) -> int | None:
+        if deadline is None:
+            return None
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise SidecarTimeout(f"step {step} is not applied in time, the last applied one is step {self.applied_step}")
+        return int(left_s * 1000) + 1
+
+    async def applied(self, step: int) -> None:
+        self._check_submitted(step)
+        if self.applied_step >= step:
+            return
+        self._awaited_steps.append(step)
+        try:
+            while True:
+                self._ask_to_be_woken()
+                # The descriptor tells of new events only once all that came before are received.
+                self._drain_events()
+                if self.applied_step >= step:
+                    return
+                self._check_alive()
+                await self._waiters.readable(self._channel.events_descriptor, self._process.pidfd)
+        finally:
+            self._awaited_steps.remove(step)
+            if not self._is_closed:
+                self._ask_to_be_woken()
+
+    # Outputs
+
+    def poll_outputs(self) -> list[StepOutputs]:
+        if self._is_closed:
+            return []
+        self._wait_flushed(self.applied_step)
+        outputs = []
+        # Handed over to the socket before they were counted: they are here, or on their way.
+        while self._num_outputs_received < self._words.load_acquire(Word.OUTPUTS_SENT):
+            step_outputs = self._receive_outputs()
+            if step_outputs is not None:
+                outputs.append(step_outputs)
+            elif not self._channel.wait_outputs(int(FLUSH_TIMEOUT_S * 1000)):
+                self._check_alive()
+                break
+        return outputs
+
+    def _wait_flushed(self, step: int) -> None:
+        deadline = time.monotonic() + FLUSH_TIMEOUT_S
+        while self._words.load_acquire(Word.FLUSHED_STEP) < step and time.monotonic() < deadline:
+            if not self._process.is_alive():
+                return
+            os.sched_yield()
+
+    def _receive_outputs(self) -> StepOutputs | None:
+        data = self._channel.receive_outputs()
+        if data is None:
+            return None
+        outputs = wire.decode_outputs(data)
+        self._num_outputs_received = outputs.seq
+        return self._names.step_outputs(
+            outputs.step,
+            np.frombuffer(outputs.request_nos, np.int64),
+            np.frombuffer(outputs.offsets, np.int32),
+            np.frombuffer(outputs.token_ids, np.int32),
+            np.frombuffer(outputs.finish_reasons, np.uint8),
+            np.frombuffer(outputs.stop_reasons, np.int32),
+        )
+
+    async def outputs(self) -> AsyncIterator[StepOutputs]:
+        while not self._is_closed:
+            # Receives until there is none, without which the descriptor would not tell of the next.
+            step_outputs = self._receive_outputs()
+            if step_outputs is not None:
+                yield step_outputs
+                continue
+            self._check_alive()
+            await self._waiters.readable(self._channel.outputs_descriptor, self._process.pidfd)
+
+    # The process
+
+    @property
+    def sidecar_pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        if self._process.is_alive():
+            self._channel.send_command(wire.encode(wire.Stop(self._seq + 1)))
+        self._is_closed = True
+        self._waiters.wake_all()
+        self._finalizer()
+        self._segment.close()

@@ -1,0 +1,122 @@
+"""Counters and times of a book, read from its shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncbook.ipc.histogram import bucket_start_ns
+from asyncbook.ipc.layout import Counter, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Times in microseconds: how many there were in each bucket. Buckets are log-spaced, at most 1/8 wide."""
+
+    counts: np.ndarray  # int64 [NUM_HISTOGRAM_BUCKETS]
+
+    @property
+    def count(self) -> int:
+        return int(self.counts.sum())
+
+    def percentile_us(self, percent: float) -> float:
+        """The upper end of the bucket in which this share of the times is reached; NaN without any."""
+        if self.count == 0:
+            return float("nan")
+        bucket = int(np.searchsorted(np.cumsum(self.counts), self.count * percent / 100))
+        return bucket_start_ns(bucket + 1) / 1000
+
+    @property
+    def us_p50(self) -> float:
+        return self.percentile_us(50)
+
+    @property
+    def us_p90(self) -> float:
+        return self.percentile_us(90)
+
+    @property
+    def us_p99(self) -> float:
+        return self.percentile_us(99)
+
+    @property
+    def us_max(self) -> float:
+        return self.percentile_us(100)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a book has done. `submitted_tokens == committed_tokens + sum(dropped_tokens.values())`, always: nothing
+    vanishes. `dropped_tokens` by reason, `finished_requests` by `FinishReason`; `submit_us` is what `submit` took in the
+    runner, `apply_us` what the bookkeeper took for a step, its outputs aside."""
+
+    submitted_steps: int
+    applied_steps: int
+    num_rows_held: int
+    num_rows_free: int
+    admitted_requests: int
+    released_requests: int
+    finished_requests: dict[FinishReason, int]
+    submitted_tokens: int
+    committed_tokens: int
+    dropped_tokens: dict[str, int]
+    invalid_draft_tokens: int
+    outputs_dropped_requests: int
+    messages: int
+    replayed_messages: int
+    stale_messages: int
+    bad_messages: int
+    submit_us: Histogram
+    apply_us: Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class SpecDecodeStats:
+    """What verification accepted. A round is a row's step with at least one draft; padding is no draft."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_emitted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts: the tokens a round emitted before stops and lengths; 1.0 without a round."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rate_per_pos(self) -> list[float]:
+        """Share of the rounds in which the draft at each position was accepted."""
+        return [accepted / self.num_drafts if self.num_drafts else 0.0 for accepted in self.num_accepted_tokens_per_pos]
+
+
+DROPPED_PREFIX = "DROPPED_"
+_DROP_REASONS = {
+    counter.name.removeprefix(DROPPED_PREFIX).lower(): counter
+    for counter in Counter
+    if counter.name.startswith(DROPPED_PREFIX)
+}
+
+
+def dropped_tokens(counters: np.ndarray) -> dict[str, int]:
+    """Ids that were not committed, by reason."""
+    return {reason: int(counters[counter]) for reason, counter in _DROP_REASONS.items()}
+
+
+def finished_requests(counters: np.ndarray) -> dict[FinishReason, int]:
+    """Requests that ended, by reason."""
+    return {
+        reason: int(counters[Counter[f"FINISHED_{reason.name}"]]) for reason in FinishReason if reason is not reason.NONE
+    }
+
+
+def spec_decode_stats(counters: np.ndarray, num_spec_tokens: int) -> SpecDecodeStats:
+    """From a book's counters."""
+    return SpecDecodeStats(
+        int(counters[Counter.DRAFTS]),
+        int(counters[Counter.DRAFT_TOKENS]),
+        int(counters[Counter.ACCEPTED_TOKENS]),
+        int(counters[Counter.EMITTED_TOKENS]),
+        counters[Counter.ACCEPTED_PER_POS : Counter.ACCEPTED_PER_POS + num_spec_tokens].tolist(),
+    )

@@ -1,0 +1,191 @@
+"""The only zmq code: three PAIR sockets between a runner and its sidecar.
+
+    commands   runner -> sidecar   the ordered stream; never blocks the runner: a full queue is an answer
+    events     sidecar -> runner   ready, wake-ups, faults; few, and never behind outputs
+    outputs    sidecar -> runner   what is new; a full queue makes the sidecar keep it and send a bigger piece later
+
+The runner binds all three in a directory of its own that only its user can enter, with a name that cannot be guessed.
+A PAIR socket takes one peer, so a second sidecar cannot listen in; who the peer is, the handshake's token says.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import zmq
+
+from asyncbook.ipc import wire
+from asyncbook.ipc.errors import HandshakeFailed
+
+MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, its closing zero aside
+SOCKET_NAMES = ("commands", "events", "outputs")
+OUTPUTS_QUEUE_MESSAGES = 256  # a side; with both sides' queues and the kernel's buffer, what a reader may lag behind
+
+# option: (commands, events, outputs)
+SOCKET_OPTIONS: dict[int, tuple[int, int, int]] = {
+    zmq.LINGER: (0, 0, 0),
+    zmq.SNDHWM: (8192, 64, OUTPUTS_QUEUE_MESSAGES),
+    zmq.RCVHWM: (1024, 64, OUTPUTS_QUEUE_MESSAGES),
+    zmq.MAXMSGSIZE: (wire.MAX_MESSAGE_BYTES,) * 3,
+    # Connect only once the peer is there: a message sent too early is an error, not a queue that fills unseen.
+    zmq.IMMEDIATE: (1, 1, 1),
+}
+
+
+def create_directory() -> Path:
+    """A new 0700 directory whose socket paths fit a socket address. Raises `HandshakeFailed` where there is none."""
+    tried = []
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if not base or not os.access(base, os.W_OK | os.X_OK):
+            continue
+        path = Path(tempfile.mkdtemp(prefix=f"asyncbook-{os.getpid()}-", dir=base))
+        longest = len(os.fsencode(path / max(SOCKET_NAMES, key=len)))
+        if longest <= MAX_SOCKET_PATH_BYTES:
+            return path
+        path.rmdir()
+        tried.append(f"{base} (a path of {longest} bytes)")
+    raise HandshakeFailed(
+        f"no folder for the sockets: a path may have {MAX_SOCKET_PATH_BYTES} bytes; tried {', '.join(tried)}; "
+        f"set TMPDIR to a shorter folder that can be written"
+    )
+
+
+def _open_sockets(context: zmq.Context) -> list[zmq.Socket]:  # type: ignore[type-arg]
+    sockets = []
+    for index in range(len(SOCKET_NAMES)):
+        socket = context.socket(zmq.PAIR)
+        for option, values in SOCKET_OPTIONS.items():
+            socket.setsockopt(option, values[index])
+        sockets.append(socket)
+    return sockets
+
+
+class _Channel:
+    """Sockets of one side and their end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._context = zmq.Context(io_threads=1)
+        self._commands, self._events, self._outputs = self._sockets = _open_sockets(self._context)
+
+    def _close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+
+    @staticmethod
+    def _receive(socket: zmq.Socket) -> bytes | None:  # type: ignore[type-arg]
+        try:
+            return socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    @staticmethod
+    def _send(socket: zmq.Socket, data: bytes) -> bool:  # type: ignore[type-arg]
+        try:
+            socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class RunnerChannel(_Channel):
+    """The runner's side. One for each sidecar: a new one starts with new sockets in a new directory."""
+
+    def __init__(self) -> None:
+        super().__init__(create_directory())
+        for name, socket in zip(SOCKET_NAMES, self._sockets, strict=True):
+            socket.bind(f"ipc://{self.directory / name}")
+
+    def send_command(self, data: bytes) -> bool:
+        """False where the sidecar has not taken the messages before."""
+        return self._send(self._commands, data)
+
+    def wait_command_room(self, timeout_ms: int) -> bool:
+        """Whether a command can be sent, after at most this long."""
+        return bool(self._commands.poll(timeout_ms, zmq.POLLOUT))
+
+    def receive_event(self) -> bytes | None:
+        """The next event, None where there is none yet."""
+        return self._receive(self._events)
+
+    def receive_outputs(self) -> bytes | None:
+        """The next outputs, None where there are none yet."""
+        return self._receive(self._outputs)
+
+    def wait_outputs(self, timeout_ms: int) -> bool:
+        """Whether outputs can be received, after at most this long."""
+        return bool(self._outputs.poll(timeout_ms))
+
+    def wait_event(self, timeout_ms: int | None, other_descriptor: int) -> None:
+        """Until an event can be received, the other descriptor is readable, or time is over (None: no limit)."""
+        poller = zmq.Poller()
+        poller.register(self._events, zmq.POLLIN)
+        poller.register(other_descriptor, zmq.POLLIN)
+        poller.poll(timeout_ms)
+
+    @property
+    def events_descriptor(self) -> int:
+        """Becomes readable when events may have come; edge-triggered: receive until None before waiting on it."""
+        return int(self._events.getsockopt(zmq.FD))
+
+    @property
+    def outputs_descriptor(self) -> int:
+        """As `events_descriptor`, for outputs."""
+        return int(self._outputs.getsockopt(zmq.FD))
+
+    def close(self) -> None:
+        """Closes the sockets and removes the directory. Idempotent."""
+        self._close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class SidecarChannel(_Channel):
+    """The sidecar's side."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        for name, socket in zip(SOCKET_NAMES, self._sockets, strict=True):
+            socket.connect(f"ipc://{directory / name}")
+        self._poller = zmq.Poller()
+        self._poller.register(self._commands, zmq.POLLIN)
+
+    def watch(self, descriptor: int) -> None:
+        """`wait_command` returns when this descriptor is readable, too."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def receive_command(self) -> bytes | None:
+        """The next command, None where there is none yet."""
+        return self._receive(self._commands)
+
+    def wait_command(self, *, or_room_for_outputs: bool) -> bool:
+        """Sleeps until a command can be received, a watched descriptor is readable or, if asked, outputs can be sent.
+        Returns whether a watched descriptor is readable."""
+        if or_room_for_outputs:
+            self._poller.register(self._outputs, zmq.POLLOUT)
+        ready = self._poller.poll()
+        if or_room_for_outputs:
+            self._poller.unregister(self._outputs)
+        return any(not isinstance(socket, zmq.Socket) for socket, _ in ready)
+
+    def send_event(self, event: wire.Event, timeout_ms: int = 1000) -> bool:
+        """False where the runner did not take it in time."""
+        self._events.setsockopt(zmq.SNDTIMEO, timeout_ms)
+        try:
+            self._events.send(wire.encode(event))
+        except zmq.Again:
+            return False
+        return True
+
+    def send_outputs(self, outputs: wire.Outputs) -> bool:
+        """False where the runner has not taken the outputs before."""
+        return self._send(self._outputs, wire.encode(outputs))
+
+    def close(self, linger_ms: int = 1000) -> None:
+        """Lets what was sent reach the runner, for at most this long, and closes the sockets."""
+        for socket in self._sockets:
+            socket.setsockopt(zmq.LINGER, linger_ms)
+        self._close()

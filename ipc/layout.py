@@ -1,0 +1,310 @@
+"""Every byte of the shared segment, declared once.
+
+    offset 0   +-------------------------------------------------------------+
+               | OWNER       what book this is; written once, before anybody | page 0
+               +-------------------------------------------------------------+
+               | BOOKKEEPER  hot words, one a cache line                     | page 1   written by the bookkeeper
+               | stamps      one line a frame slot                           |
+               | counters, histograms                                        |
+               +-------------------------------------------------------------+
+               | RUNNER      hot words, one a cache line                     |          written by the runner
+               +-------------------------------------------------------------+
+               | frames      num_frames slots; in each, one after the other, |          written by the bookkeeper
+               |             the columns: int32 x 8, uint32, uint8           |
+               +-------------------------------------------------------------+
+               | token_ids      int32 [max_num_reqs, max_model_len]          |          sparse; bookkeeper
+               | is_token_ids   bool  [max_num_reqs, max_model_len]          |          sparse; bookkeeper
+               +-------------------------------------------------------------+
+
+Every part starts on a page, so that each can be mapped with the rights its reader needs and pinned by itself. Every
+column and every table row starts on a cache line. A word is an int64 alone on its line. Little-endian throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+assert sys.byteorder == "little", "the layout is little-endian; no big-endian machine has been tried"
+
+LAYOUT_VERSION = 1
+MAGIC = 0x4B4F4F42434E5341  # "ASNCBOOK" as bytes
+PAGE_BYTES = 4096
+LINE_BYTES = 64
+WORDS_PER_LINE = LINE_BYTES // 8
+MAX_ROWS = 1 << 20
+MAX_POSITIONS = 1 << 28
+MAX_IN_FLIGHT = 64
+MAX_SPEC_TOKENS = 256
+
+INT32_MIN = -(2**31)
+INT32_MAX = 2**31 - 1
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; the values of the column `finish_reason`."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+class Owner(IntEnum):
+    """int64 words of the OWNER page, in order. Written by the runner before the sidecar starts, never after."""
+
+    MAGIC = 0
+    LAYOUT_VERSION = 1
+    MAX_NUM_REQS = 2
+    MAX_MODEL_LEN = 3
+    NUM_SPEC_TOKENS = 4
+    MAX_IN_FLIGHT = 5
+    TOTAL_BYTES = 6
+    OWNER_PID = 7
+
+
+class Word(IntEnum):
+    """Words of the BOOKKEEPER part: index of the int64 that stands alone on its cache line."""
+
+    PUBLISHED_STEP = 0 * WORDS_PER_LINE  # release-stored last: all of the step's frame and table is visible before it
+    APPLIED_SEQ = 1 * WORDS_PER_LINE  # sequence number of the last applied message
+    FLUSHED_STEP = 2 * WORDS_PER_LINE  # outputs of this step were handed to the reader's socket, or kept for later
+    OUTPUTS_SENT = 3 * WORDS_PER_LINE  # number of output messages handed over so far
+
+
+class RunnerWord(IntEnum):
+    """Words of the RUNNER part."""
+
+    WAKE_AT_STEP = 0 * WORDS_PER_LINE  # send a wake-up once this step is published; NO_WAKE: nobody sleeps
+
+
+NO_WAKE = 2**62
+
+
+class Stamp(IntEnum):
+    """int64 fields of a frame slot's stamp (one line a slot)."""
+
+    STEP = 0
+    APPLIED_SEQ = 1
+    APPLY_START_NS = 2  # CLOCK_MONOTONIC, the same clock in both processes
+    APPLY_END_NS = 3
+
+
+class Column(IntEnum):
+    """Rows of a frame's int32 block. `generation` is uint32 in the same bytes."""
+
+    NUM_PROMPT_TOKENS = 0
+    NUM_TOKENS_NO_SPEC = 1
+    NUM_TOKENS = 2
+    NUM_COMPUTED_TOKENS = 3
+    NUM_OUTPUT_TOKENS = 4
+    NUM_ACCEPTED_TOKENS = 5
+    LAST_TOKEN_ID = 6
+    STOP_REASON = 7
+    GENERATION = 8
+
+
+NUM_INT32_COLUMNS = len(Column)
+FINISH_REASON_COLUMN = "finish_reason"
+COLUMN_DTYPES: dict[str, np.dtype] = {
+    **{column.name.lower(): np.dtype(np.int32) for column in Column},
+    Column.GENERATION.name.lower(): np.dtype(np.uint32),
+    FINISH_REASON_COLUMN: np.dtype(np.uint8),
+}
+
+
+class Counter(IntEnum):
+    """int64 counters of the BOOKKEEPER part, written by the ledger, in order. `DROPPED_*` count tokens by reason."""
+
+    STEPS = 0
+    MESSAGES = 1
+    REPLAYED_MESSAGES = 2
+    STALE_MESSAGES = 3
+    BAD_MESSAGES = 4
+    ADMITTED = 5
+    RELEASED = 6
+    SUBMITTED_TOKENS = 7
+    COMMITTED_TOKENS = 8
+    DROPPED_STALE = 9
+    DROPPED_FINISHED = 10
+    DROPPED_PREEMPTED = 11
+    DROPPED_PARTIAL_PREFILL = 12
+    DROPPED_OVERSCHEDULED = 13
+    DROPPED_INVALID = 14
+    DROPPED_AFTER_FINISH = 15
+    INVALID_DRAFT_TOKENS = 16
+    FINISHED_STOP = 17
+    FINISHED_LENGTH = 18
+    FINISHED_ABORT = 19
+    FINISHED_ERROR = 20
+    DRAFTS = 21
+    DRAFT_TOKENS = 22
+    ACCEPTED_TOKENS = 23
+    EMITTED_TOKENS = 24
+    OUTPUTS_DROPPED_REQUESTS = 25  # requests whose undelivered outputs did not fit the declared bound
+    ACCEPTED_PER_POS = 26  # first of num_spec_tokens counters, one a position
+
+
+class Histogram(IntEnum):
+    """Histograms of the BOOKKEEPER part: time in nanoseconds, log buckets, one row each."""
+
+    APPLY = 0
+
+
+# A bucket is the position of the leading bit and the three bits below it: at most 1/8 too wide, 0 ns to 36 minutes.
+HISTOGRAM_SUB_BITS = 3
+NUM_HISTOGRAM_BUCKETS = 41 * (1 << HISTOGRAM_SUB_BITS)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A named C-contiguous array in the segment: where it starts, its shape and its dtype."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def view(self, buffer: memoryview | bytearray, base: int = 0) -> np.ndarray:
+        """The array over `buffer`, which starts at segment offset `base`. Writable where the buffer is."""
+        return np.ndarray(self.shape, self.dtype, buffer, self.offset - base)
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte behind the region."""
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+def _region(name: str, offset: int, shape: tuple[int, ...], dtype: type) -> Region:
+    return Region(name, offset, shape, np.dtype(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything is, for one size of book. Equal dimensions give equal layouts in every process."""
+
+    max_num_reqs: int
+    max_model_len: int
+    num_spec_tokens: int
+    max_in_flight: int
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.max_num_reqs <= MAX_ROWS
+        assert 1 <= self.max_model_len <= MAX_POSITIONS
+        assert 0 <= self.num_spec_tokens <= MAX_SPEC_TOKENS
+        assert 1 <= self.max_in_flight <= MAX_IN_FLIGHT
+
+    @property
+    def num_frames(self) -> int:
+        """Slots of the frame ring: one being written, max_in_flight submitted behind it, one held by the reader."""
+        return self.max_in_flight + 2
+
+    @property
+    def num_counters(self) -> int:
+        return Counter.ACCEPTED_PER_POS + self.num_spec_tokens
+
+    @property
+    def padded_rows(self) -> int:
+        """Values in a column, padding included, so that each column starts on a cache line."""
+        return _round_up(self.max_num_reqs, LINE_BYTES)
+
+    # OWNER page
+    @property
+    def owner(self) -> Region:
+        return _region("owner", 0, (PAGE_BYTES // 8,), np.int64)
+
+    # BOOKKEEPER part
+    @property
+    def bookkeeper_offset(self) -> int:
+        return PAGE_BYTES
+
+    @property
+    def words(self) -> Region:
+        return _region("words", self.bookkeeper_offset, (len(Word) * WORDS_PER_LINE,), np.int64)
+
+    @property
+    def stamps(self) -> Region:
+        return _region("stamps", self.words.end, (self.num_frames, WORDS_PER_LINE), np.int64)
+
+    @property
+    def counters(self) -> Region:
+        return _region("counters", self.stamps.end, (_round_up(self.num_counters, WORDS_PER_LINE),), np.int64)
+
+    @property
+    def histograms(self) -> Region:
+        return _region("histograms", self.counters.end, (len(Histogram), NUM_HISTOGRAM_BUCKETS), np.int64)
+
+    # RUNNER part
+    @property
+    def runner_offset(self) -> int:
+        return _round_up(self.histograms.end, PAGE_BYTES)
+
+    @property
+    def runner_words(self) -> Region:
+        return _region("runner_words", self.runner_offset, (len(RunnerWord) * WORDS_PER_LINE,), np.int64)
+
+    @property
+    def runner_end(self) -> int:
+        return _round_up(self.runner_words.end, PAGE_BYTES)
+
+    # Frames
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one frame: all of its columns, one block, whole cache lines."""
+        return self.padded_rows * (4 * NUM_INT32_COLUMNS + 1)
+
+    @property
+    def frames_offset(self) -> int:
+        return self.runner_end
+
+    def frame_int32(self, slot: int) -> Region:
+        """int32 [NUM_INT32_COLUMNS, padded_rows] of a slot, rows in the order of `Column`."""
+        offset = self.frames_offset + slot * self.frame_bytes
+        return _region(f"frame_int32[{slot}]", offset, (NUM_INT32_COLUMNS, self.padded_rows), np.int32)
+
+    def frame_uint8(self, slot: int) -> Region:
+        """uint8 [padded_rows] of a slot: the column `finish_reason`."""
+        return _region(f"frame_uint8[{slot}]", self.frame_int32(slot).end, (self.padded_rows,), np.uint8)
+
+    # Table
+    @property
+    def table_offset(self) -> int:
+        return _round_up(self.frames_offset + self.num_frames * self.frame_bytes, PAGE_BYTES)
+
+    @property
+    def token_ids(self) -> Region:
+        """int32 [max_num_reqs, max_model_len and padding]: rows are whole cache lines."""
+        padded_len = _round_up(self.max_model_len, LINE_BYTES // 4)
+        return _region("token_ids", self.table_offset, (self.max_num_reqs, padded_len), np.int32)
+
+    @property
+    def is_token_ids(self) -> Region:
+        """bool [max_num_reqs, max_model_len and padding]."""
+        offset = _round_up(self.token_ids.end, PAGE_BYTES)
+        padded_len = _round_up(self.max_model_len, LINE_BYTES)
+        return _region("is_token_ids", offset, (self.max_num_reqs, padded_len), np.bool_)
+
+    @property
+    def total_bytes(self) -> int:
+        return _round_up(self.is_token_ids.end, PAGE_BYTES)
+
+
+# What the drawing promises.
+_SMALL = Layout(max_num_reqs=3, max_model_len=5, num_spec_tokens=2, max_in_flight=1)
+assert len(Owner) * 8 <= PAGE_BYTES
+assert all(word % WORDS_PER_LINE == 0 for word in (*Word, *RunnerWord))
+assert len(Stamp) <= WORDS_PER_LINE
+assert _SMALL.frame_bytes % LINE_BYTES == 0
+assert _SMALL.runner_offset % PAGE_BYTES == 0 == _SMALL.frames_offset % PAGE_BYTES
+assert _SMALL.table_offset % PAGE_BYTES == 0 == _SMALL.is_token_ids.offset % PAGE_BYTES
+assert [column.value for column in Column] == list(range(NUM_INT32_COLUMNS))
+assert [counter.value for counter in Counter] == list(range(len(Counter)))

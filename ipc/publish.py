@@ -1,0 +1,88 @@
+"""The only memory-ordering code: release-store, acquire-load, and a full fence for the sleeper's handshake.
+
+A word is published with `Words.store_release(index, value)`: everything that this thread wrote before is visible to
+whoever reads the value with `Words.load_acquire(index)`. On x86-64 both are plain moves; on aarch64 they are `stlr` and
+`ldar` (or `ldapr`). `fence()` orders a store before a later load, which neither of the two does: a sleeper stores "I
+sleep" and then looks once more, a waker stores its work and then looks for a sleeper; each puts a fence between its two
+steps, so at least one of them sees the other.
+
+numba turns plain array accesses into plain loads and stores, which the compiler may move; these are LLVM atomics, which
+it may not. `tests/unit/test_publish.py` reads the machine code, for x86-64 and for aarch64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+_WORD_BYTES = 8
+_WORD_POINTER = ir.IntType(64).as_pointer()
+
+
+@intrinsic
+def _atomic_load(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], _WORD_POINTER), "acquire", _WORD_BYTES)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _atomic_store(typingctx: Any, address: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], _WORD_POINTER), "release", _WORD_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def _full_fence(typingctx: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@njit("int64(int64)", cache=True)
+def load_acquire(address: int) -> int:
+    """The int64 at `address`; what was written before it was release-stored is visible after this call."""
+    return _atomic_load(address)  # type: ignore[no-any-return]
+
+
+@njit("void(int64, int64)", cache=True)
+def store_release(address: int, value: int) -> None:
+    """Publishes `value` at `address`, after everything this thread wrote before."""
+    _atomic_store(address, value)
+
+
+@njit("void()", cache=True)
+def fence() -> None:
+    """A full barrier: no load after it is done before a store in front of it is visible."""
+    _full_fence()
+
+
+class Words:
+    """int64 words in shared memory, each alone on its cache line; `index` as in `layout.Word` and its like."""
+
+    def __init__(self, words: np.ndarray) -> None:
+        assert words.dtype == np.int64
+        assert words.flags.c_contiguous
+        self._words = words  # keeps the mapping alive: the address below is good as long as this object
+        self._address = words.ctypes.data
+        assert self._address % _WORD_BYTES == 0, "an atomic word must be aligned"
+
+    def load_acquire(self, index: int) -> int:
+        """The word; what its writer wrote before it is visible after this call."""
+        return int(load_acquire(self._address + _WORD_BYTES * index))
+
+    def store_release(self, index: int, value: int) -> None:
+        """Publishes the word, after everything this thread wrote before. The caller is its only writer."""
+        if not self._words.flags.writeable:
+            raise ValueError("these words are mapped read-only")
+        store_release(self._address + _WORD_BYTES * index, value)

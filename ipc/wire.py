@@ -1,0 +1,229 @@
+"""The messages: msgspec structs, msgpack, tagged, array-like; one union a direction, one decoder each.
+
+Runner to sidecar is one ordered stream. Every message of it carries `seq`, one higher than the one before; the sidecar
+applies each once. Arrays travel as raw little-endian bytes and are read without a copy. Nothing here is ever pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import typing
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncbook.ipc.errors import BadMessage
+
+MAX_MESSAGE_BYTES = 1 << 30
+NUM_BATCH_SLOTS = 32  # batches the book remembers; the runner describes an older one again
+
+
+class Command(msgspec.Struct, array_like=True, gc=False):
+    """Runner to sidecar. `seq` counts from 1."""
+
+    seq: int
+
+
+class Admit(Command, tag=1):
+    """Gives a free row to a request. `*_token_ids`: int32 bytes; `is_token_ids`: bool bytes, None for all true."""
+
+    row: int
+    generation: int
+    request_no: int
+    request_id: str
+    prompt_token_ids: memoryview
+    output_token_ids: memoryview
+    is_token_ids: memoryview | None
+    num_computed_tokens: int
+    max_tokens: int
+    min_tokens: int
+    eos_token_ids: list[int]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+
+
+class DescribeBatch(Command, tag=2):
+    """What a batch slot holds from now on: int32 [4, n] bytes in the order of `BatchField`."""
+
+    slot: int
+    fields: memoryview
+
+
+class Step(Command, tag=3):
+    """What one step sampled for the batch in `slot`. `width` ids a row, int64 where `wide`; drafts are int32."""
+
+    step: int
+    slot: int
+    width: int
+    wide: bool
+    sampled_token_ids: memoryview
+    draft_width: int
+    draft_token_ids: memoryview | None
+
+
+class Abort(Command, tag=4):
+    row: int
+    generation: int
+
+
+class Preempt(Command, tag=5):
+    row: int
+    generation: int
+    drop_in_flight: bool
+
+
+class Resume(Command, tag=6):
+    row: int
+    generation: int
+    num_computed_tokens: int
+
+
+class Rewind(Command, tag=7):
+    row: int
+    generation: int
+    num_computed_tokens: int
+
+
+class Release(Command, tag=8):
+    row: int
+    generation: int
+
+
+class Barrier(Command, tag=9):
+    """Changes nothing; `APPLIED_SEQ` reaching its `seq` says that all before it is applied."""
+
+
+class Stop(Command, tag=10):
+    """The last message: apply what came before, flush, end."""
+
+
+class BatchField:
+    """Rows of a batch's int32 [4, n]. `GENERATION` is uint32 in the same bytes."""
+
+    ROW = 0
+    GENERATION = 1
+    NUM_SCHEDULED_TOKENS = 2  # DEFAULT_SCHEDULED: all tokens of the row not computed yet, and its drafts
+    NUM_DRAFT_TOKENS = 3
+    COUNT = 4
+
+
+DEFAULT_SCHEDULED = -1
+
+
+class Setup(msgspec.Struct, array_like=True):
+    """First thing in the sidecar's lifetime pipe: what it needs and does not find in the segment."""
+
+    token: bytes
+    directory: str
+    vocab_size: int
+    spin_us: int
+    sidecar_cpu: int | None
+    schema_hash: str
+
+
+class Event(msgspec.Struct, array_like=True):
+    """Sidecar to runner."""
+
+
+class Compiling(Event, tag=1):
+    """Kernels are being compiled; the runner waits longer and tells its user."""
+
+    cache_path: str
+
+
+class Ready(Event, tag=2):
+    """The sidecar is up and proves with `token` that it is the process that was started."""
+
+    token: bytes
+    pid: int
+    layout_version: int
+    schema_hash: str
+
+
+class Refused(Event, tag=3):
+    """The sidecar will not work with this runner. `kind`: name of the error to raise."""
+
+    token: bytes
+    kind: str
+    reason: str
+
+
+class Wake(Event, tag=4):
+    """The step that the runner sleeps for is published."""
+
+    step: int
+
+
+class Fault(Event, tag=5):
+    """The sidecar ends because of an error of its own."""
+
+    reason: str
+
+
+class Outputs(msgspec.Struct, array_like=True, tag=1):
+    """What is new since the last delivery, columnar. `seq` counts from 1 without gaps."""
+
+    seq: int
+    step: int
+    request_nos: memoryview  # int64 [n]
+    offsets: memoryview  # int32 [n + 1]
+    token_ids: memoryview  # int32 [offsets[n]]
+    finish_reasons: memoryview  # uint8 [n]
+    stop_reasons: memoryview  # int32 [n]
+
+
+AnyCommand = Admit | DescribeBatch | Step | Abort | Preempt | Resume | Rewind | Release | Barrier | Stop
+AnyEvent = Compiling | Ready | Refused | Wake | Fault
+
+
+def schema_hash() -> str:
+    """16 hex digits that change when any message's fields, types, order or tag change."""
+    text = []
+    for struct in (*typing.get_args(AnyCommand), *typing.get_args(AnyEvent), Outputs, Setup):
+        info = msgspec.inspect.type_info(struct)
+        assert isinstance(info, msgspec.inspect.StructType)
+        fields = [(field.name, repr(field.type)) for field in info.fields]
+        text.append(repr((struct.__name__, info.tag, info.array_like, fields)))
+    return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
+_event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
+_outputs_decoder: msgspec.msgpack.Decoder[Outputs] = msgspec.msgpack.Decoder(Outputs)
+_setup_decoder: msgspec.msgpack.Decoder[Setup] = msgspec.msgpack.Decoder(Setup)
+
+encode = _encoder.encode
+
+
+def _decode(decoder: Any, data: memoryview | bytes, what: str) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+        raise BadMessage(f"{what} of {len(data)} bytes does not decode: {error}") from error
+
+
+def decode_command(data: memoryview | bytes) -> AnyCommand:
+    """Raises `BadMessage` for anything that is not a whole, valid command."""
+    return typing.cast(AnyCommand, _decode(_command_decoder, data, "a command"))
+
+
+def decode_event(data: memoryview | bytes) -> AnyEvent:
+    """Raises `BadMessage` for anything that is not a whole, valid event."""
+    return typing.cast(AnyEvent, _decode(_event_decoder, data, "an event"))
+
+
+def decode_outputs(data: memoryview | bytes) -> Outputs:
+    """Raises `BadMessage` for anything that is not a whole, valid `Outputs`."""
+    return typing.cast(Outputs, _decode(_outputs_decoder, data, "outputs"))
+
+
+def decode_setup(data: memoryview | bytes) -> Setup:
+    """Raises `BadMessage` for anything that is not a whole, valid `Setup`."""
+    return typing.cast(Setup, _decode(_setup_decoder, data, "a setup"))
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The bytes of a C-contiguous array, without a copy."""
+    return memoryview(array).cast("B") if array.size else memoryview(b"")

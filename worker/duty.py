@@ -1,0 +1,89 @@
+"""The duty cycle of the sidecar: take a command, apply it, wake who sleeps for it, flush; sleep when there is none."""
+
+from __future__ import annotations
+
+import logging
+
+from asyncbook.ipc import wire
+from asyncbook.ipc.channel import SidecarChannel
+from asyncbook.ipc.errors import BadMessage
+from asyncbook.ipc.layout import Counter, Layout, RunnerWord
+from asyncbook.ipc.publish import Words
+from asyncbook.worker.bookkeeper import Bookkeeper
+from asyncbook.worker.idle import IdlePolicy
+from asyncbook.worker.ledger import Outcome
+from asyncbook.worker.outbox import OutputColumns
+
+logger = logging.getLogger(__name__)
+
+
+class DutyCycle:
+    """One thread, one loop. Ends with the `Stop` message, or when the runner is gone."""
+
+    def __init__(
+        self, layout: Layout, memory: memoryview, vocab_size: int, channel: SidecarChannel, idle: IdlePolicy
+    ) -> None:
+        self._channel = channel
+        self._idle = idle
+        self._bookkeeper = Bookkeeper(layout, memory, vocab_size, self._send_outputs)
+        self._counters = layout.counters.view(memory)
+        self._runner_words = Words(layout.runner_words.view(memory))
+        self._woken_at_step = 0
+        self._outputs_seq = 0
+        self._has_backlog = False
+        self._logged_kinds: set[str] = set()
+
+    def run(self) -> None:
+        """Until `Stop` or the runner's end. Raises `BadMessage` where the stream from the runner has a gap."""
+        while True:
+            data = self._channel.receive_command()
+            if data is not None:
+                self._idle.worked()
+                if self._apply(data) is Outcome.STOP:
+                    return
+            elif self._idle.should_sleep():
+                if self._has_backlog:
+                    self._has_backlog = not self._bookkeeper.flush()
+                if self._channel.wait_command(or_room_for_outputs=self._has_backlog):
+                    return  # the runner's end of the lifetime pipe is closed
+
+    def _apply(self, data: bytes) -> Outcome | None:
+        try:
+            message = wire.decode_command(data)
+        except BadMessage as error:
+            self._count_bad(str(error))
+            return None
+        outcome = self._bookkeeper.apply(message)
+        if outcome is Outcome.STEP:
+            self._wake_runner(message.step)  # type: ignore[union-attr]
+        self._has_backlog = not self._bookkeeper.flush()
+        return outcome
+
+    def _count_bad(self, reason: str) -> None:
+        self._counters[Counter.BAD_MESSAGES] += 1
+        kind = reason.split(":")[0]
+        if kind not in self._logged_kinds and len(self._logged_kinds) < 100:
+            self._logged_kinds.add(kind)
+            logger.warning("skipped a bad message (further ones of this kind are only counted): %s", reason)
+
+    def _wake_runner(self, step: int) -> None:
+        """One wake-up for one request to be woken: the runner stores another step when it sleeps again."""
+        wake_at_step = self._runner_words.load_acquire(RunnerWord.WAKE_AT_STEP)
+        if self._woken_at_step < wake_at_step <= step:
+            self._woken_at_step = wake_at_step
+            self._channel.send_event(wire.Wake(step))
+
+    def _send_outputs(self, step: int, columns: OutputColumns) -> bool:
+        outputs = wire.Outputs(
+            self._outputs_seq + 1,
+            step,
+            wire.as_bytes(columns.request_nos),
+            wire.as_bytes(columns.offsets),
+            wire.as_bytes(columns.token_ids),
+            wire.as_bytes(columns.finish_reasons),
+            wire.as_bytes(columns.stop_reasons),
+        )
+        if not self._channel.send_outputs(outputs):
+            return False
+        self._outputs_seq += 1
+        return True

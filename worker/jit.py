@@ -1,0 +1,108 @@
+"""How kernels are compiled: numba, cached on disk, without the GIL, and compiled anew when any kernel's source changes.
+
+numba's cache looks at one function's own file only; a kernel that calls a rule in another file would stay old when the
+rule changes. So the name under which a kernel is cached carries a digest of all kernel sources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+KERNEL_SOURCES = ("jit.py", "kernels.py", "life.py", "rules.py", "scatter.py", "../ipc/layout.py", "../ipc/wire.py")
+
+
+def _source_digest() -> str:
+    digest = hashlib.blake2b(digest_size=6)
+    here = Path(__file__).resolve().parent
+    for name in KERNEL_SOURCES:
+        path = here / name if not name.startswith("../ipc/") else _ipc_folder() / Path(name).name
+        if path.exists():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _ipc_folder() -> Path:
+    import asyncbook.ipc
+
+    return Path(asyncbook.ipc.__path__[0])
+
+
+logger = logging.getLogger("asyncbook")
+
+SOURCE_DIGEST = _source_digest()
+_kernels: list[tuple[Any, tuple[Any, ...]]] = []
+
+
+def _ensure_cache_folder() -> None:
+    """numba caches beside the source, else under the user's cache folder; where neither can be written, a private
+    folder of this user under the temporary directory."""
+    if numba.config.CACHE_DIR or os.access(Path(__file__).resolve().parent, os.W_OK):
+        return
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        user_cache.mkdir(parents=True, exist_ok=True)
+        if os.access(user_cache, os.W_OK):
+            return
+    except OSError:
+        pass
+    folder = Path(tempfile.gettempdir()) / f"asyncbook-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        # Cached kernels are code: a folder that somebody else can write must not be read.
+        folder = Path(tempfile.mkdtemp(prefix="asyncbook-kernels-"))
+    numba.config.CACHE_DIR = str(folder)
+
+
+_ensure_cache_folder()
+
+
+def rule(function: Callable[..., Any]) -> Any:
+    """A function that only kernels call: compiled into them."""
+    return numba.njit(nogil=True)(function)
+
+
+def kernel(*argument_types: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A kernel for exactly these argument types. `compile_all` compiles it, or loads it from the cache; a call with other
+    types is a TypeError, never a compilation in the middle of a step."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = f"{function.__qualname__}_{SOURCE_DIGEST}"
+        compiled = numba.njit(cache=True, nogil=True)(function)
+        _kernels.append((compiled, argument_types))
+        return compiled
+
+    return decorate
+
+
+def compile_all() -> None:
+    """Makes every kernel ready."""
+    for compiled, argument_types in _kernels:
+        if not compiled.signatures:
+            compiled.compile(argument_types)
+            compiled.disable_compile()
+
+
+def cache_path() -> str:
+    """The folder of the kernel cache."""
+    return str(_kernels[0][0].stats.cache_path)
+
+
+def is_cached() -> bool:
+    """Whether every kernel of these very sources has been compiled on this machine before."""
+    folder = Path(cache_path())
+    return all(any(folder.glob(f"*{compiled.py_func.__qualname__}-*.nbi")) for compiled, _ in _kernels)
+
+
+def announce_compilation() -> None:
+    """Says that the first start takes longer, where it will."""
+    if not is_cached():
+        logger.warning("compiling kernels, once per machine (cached in %s)", cache_path())

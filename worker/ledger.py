@@ -1,0 +1,292 @@
+"""The ledger: messages in, arrays out. It decides everything about tokens and knows no socket, clock or process.
+
+`apply(message)` does one message by the rules of `docs/ledger.md`. A step writes its frame into the frame ring; it is
+not visible to a reader until the caller publishes its number. Whatever is applied is applied once, in order of `seq`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+
+from asyncbook.ipc import wire
+from asyncbook.ipc.errors import BadMessage
+from asyncbook.ipc.layout import INT32_MAX, NUM_INT32_COLUMNS, Counter, FinishReason, Layout
+from asyncbook.ipc.wire import BatchField
+from asyncbook.worker import kernels, rules
+from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
+from asyncbook.worker.outbox import Outbox
+from asyncbook.worker.rules import Field
+
+
+class Outcome(IntEnum):
+    """What became of a message."""
+
+    REPLAYED = 0  # applied before: nothing changed
+    APPLIED = 1
+    STEP = 2  # a frame is written and waits to be published
+    STOP = 3
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """The view with the type that kernels are compiled for, whatever memory it came in."""
+    array.flags.writeable = False
+    return array
+
+
+class Tables:
+    """Views of a segment that its bookkeeper writes: the table, the frame ring and the counters."""
+
+    def __init__(self, layout: Layout, memory: memoryview) -> None:
+        self.layout = layout
+        self.token_ids = layout.token_ids.view(memory)
+        self.is_token_ids = layout.is_token_ids.view(memory)
+        self.counters = layout.counters.view(memory)
+        self.frames_int32 = [layout.frame_int32(slot).view(memory) for slot in range(layout.num_frames)]
+        self.frames_uint8 = [layout.frame_uint8(slot).view(memory) for slot in range(layout.num_frames)]
+
+
+class Ledger:
+    """The single writer's state. `work` holds the columns between frames; see `kernels` for shapes."""
+
+    def __init__(self, tables: Tables, vocab_size: int) -> None:
+        layout = tables.layout
+        num_rows = layout.max_num_reqs
+        self.tables = tables
+        self.vocab_size = vocab_size
+        self.applied_seq = 0
+        self.step = 0
+        self.work = np.zeros((len(Field), layout.padded_rows), np.int32)
+        self.generation = self.work[Field.GENERATION].view(np.uint32)
+        self.stop_ids = np.zeros((num_rows, 4), np.int32)
+        self.row_counters = np.zeros((num_rows, 4 + layout.num_spec_tokens), np.int64)
+        self.lists = np.zeros((rules.NUM_LISTS, num_rows), np.int32)
+        self.lengths = np.zeros(rules.NUM_LISTS, np.int64)
+        self.history = np.zeros((layout.num_frames, num_rows), np.int32)
+        # Frames start zeroed, as the columns do: nothing has changed in any of them.
+        self.history_lengths = np.zeros(layout.num_frames, np.int64)
+        self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths)
+        self._takes_drafts = np.zeros(num_rows, np.bool_)
+        self._narrowed = np.zeros(num_rows * (1 + layout.num_spec_tokens), np.int32)
+        self._no_drafts = _read_only(np.zeros((num_rows, 0), np.int32))
+        self._batches: list[np.ndarray | None] = [None] * wire.NUM_BATCH_SLOTS
+        self._handlers: dict[type[wire.Command], Callable[..., Outcome]] = {
+            wire.Step: self._step,
+            wire.Admit: self._admit,
+            wire.DescribeBatch: self._describe_batch,
+            wire.Abort: self._abort,
+            wire.Preempt: self._preempt,
+            wire.Resume: self._resume,
+            wire.Rewind: self._rewind,
+            wire.Release: self._release,
+            wire.Barrier: lambda message: Outcome.APPLIED,
+            wire.Stop: lambda message: Outcome.STOP,
+        }
+
+    def apply(self, message: wire.AnyCommand) -> Outcome:
+        """Applies one message, once. Raises `BadMessage`, with nothing changed, for one that makes no sense."""
+        if message.seq <= self.applied_seq:
+            self.tables.counters[Counter.REPLAYED_MESSAGES] += 1
+            return Outcome.REPLAYED
+        if message.seq != self.applied_seq + 1:
+            raise BadMessage(f"message {message.seq} came after message {self.applied_seq}: one is missing")
+        outcome = self._handlers[type(message)](message)
+        self.applied_seq = message.seq
+        self.tables.counters[Counter.MESSAGES] += 1
+        return outcome
+
+    # Steps
+
+    def _describe_batch(self, message: wire.DescribeBatch) -> Outcome:
+        if not 0 <= message.slot < wire.NUM_BATCH_SLOTS:
+            raise BadMessage(f"batch slot {message.slot}, expected 0 to {wire.NUM_BATCH_SLOTS - 1}")
+        if len(message.fields) % (4 * BatchField.COUNT):
+            raise BadMessage(f"a batch of {len(message.fields)} bytes, expected a multiple of {4 * BatchField.COUNT}")
+        # A copy: the message's memory is not the ledger's.
+        batch = np.frombuffer(message.fields, np.int32).reshape(BatchField.COUNT, -1).copy()
+        rows = batch[BatchField.ROW]
+        if rows.size and not 0 <= rows.min() <= rows.max() < self.tables.layout.max_num_reqs:
+            raise BadMessage(f"a batch names rows {rows.min()} to {rows.max()} of {self.tables.layout.max_num_reqs}")
+        if np.unique(rows).size != rows.size:
+            raise BadMessage("a batch names a row twice")
+        if rows.size and batch[BatchField.NUM_DRAFT_TOKENS].min() < 0:
+            raise BadMessage("a batch has a negative number of drafts")
+        self._batches[message.slot] = batch
+        return Outcome.APPLIED
+
+    def _step(self, message: wire.Step) -> Outcome:
+        batch = self._batches[message.slot] if 0 <= message.slot < wire.NUM_BATCH_SLOTS else None
+        if batch is None:
+            raise BadMessage(f"step {message.step} names batch slot {message.slot}, which holds no batch")
+        if message.step != self.step + 1:
+            raise BadMessage(f"step {message.step} came after step {self.step}")
+        sampled = self._ids(message.sampled_token_ids, batch.shape[1], message.width, message.wide)
+        drafts = self._no_drafts
+        if message.draft_token_ids is not None:
+            drafts = self._ids(message.draft_token_ids, batch.shape[1], message.draft_width, False)
+        tables = self.tables
+        slot = message.step % tables.layout.num_frames
+        kernels.apply_step(
+            self.work, tables.token_ids, tables.is_token_ids, self.stop_ids, tables.counters, self.row_counters,
+            self.lists, self.lengths, batch, self._takes_drafts, sampled, drafts, tables.frames_int32[slot],
+            tables.frames_uint8[slot], self.history, self.history_lengths, slot, self.vocab_size,
+            tables.layout.max_model_len,
+        )  # fmt: skip
+        self.step = message.step
+        tables.counters[Counter.STEPS] += 1
+        return Outcome.STEP
+
+    def _ids(self, data: memoryview, num_rows: int, width: int, wide: bool) -> np.ndarray:
+        """int32 [num_rows, width]; a wide id that is no int32 becomes the least one."""
+        itemsize = 8 if wide else 4
+        if not 0 <= width <= 1 + self.tables.layout.num_spec_tokens or len(data) != num_rows * width * itemsize:
+            raise BadMessage(f"{len(data)} bytes of ids, expected {num_rows} rows of {width} ids of {itemsize} bytes")
+        if not wide:
+            return _read_only(np.frombuffer(data, np.int32).reshape(num_rows, width))
+        ids = self._narrowed[: num_rows * width].reshape(num_rows, width)
+        kernels.narrow(_read_only(np.frombuffer(data, np.int64).reshape(num_rows, width)), ids)
+        return _read_only(ids)
+
+    # The life of a row
+
+    def _transition(self, row: int, event: LifeEvent) -> Effect:
+        state = State(int(self.work[Field.STATE, row]))
+        try:
+            next_state, effect = TRANSITIONS[state, event]
+        except KeyError:
+            raise BadMessage(f"row {row} is {state.name}, and {event.value} cannot happen to it") from None
+        self.work[Field.STATE, row] = next_state
+        return effect
+
+    def _is_stale(self, row: int, generation: int) -> bool:
+        if not 0 <= row < self.tables.layout.max_num_reqs:
+            raise BadMessage(f"row {row} of {self.tables.layout.max_num_reqs}")
+        if self.generation[row] == generation and self.work[Field.STATE, row] != State.FREE:
+            return False
+        self.tables.counters[Counter.STALE_MESSAGES] += 1
+        return True
+
+    def _touch(self, row: int) -> None:
+        if not self.work[Field.IS_TOUCHED, row]:
+            self.work[Field.IS_TOUCHED, row] = 1
+            self.lists[rules.TOUCHED, self.lengths[rules.TOUCHED]] = row
+            self.lengths[rules.TOUCHED] += 1
+
+    def _admit(self, message: wire.Admit) -> Outcome:
+        row, layout, work = message.row, self.tables.layout, self.work
+        prompt = np.frombuffer(message.prompt_token_ids, np.int32)
+        outputs = np.frombuffer(message.output_token_ids, np.int32)
+        num_tokens = prompt.size + outputs.size
+        if not (0 <= row < layout.max_num_reqs and 0 < prompt.size and num_tokens <= layout.max_model_len):
+            raise BadMessage(f"{prompt.size} prompt and {outputs.size} output ids for row {row} do not fit the book")
+        is_prompt_token_ids = None
+        if message.is_token_ids is not None:
+            is_prompt_token_ids = np.frombuffer(message.is_token_ids, np.bool_)
+            if is_prompt_token_ids.size != prompt.size:
+                raise BadMessage(f"a mask of {is_prompt_token_ids.size} for a prompt of {prompt.size}")
+        self._transition(row, LifeEvent.ADMIT)
+        self._set_stop_ids(message)
+        self.generation[row] = message.generation
+        work[Field.NUM_PROMPT_TOKENS, row] = prompt.size
+        work[Field.NUM_TOKENS_NO_SPEC, row] = work[Field.NUM_TOKENS, row] = num_tokens
+        work[Field.NUM_COMPUTED_TOKENS, row] = message.num_computed_tokens
+        work[Field.REMEMBERED_COMPUTED, row] = message.num_computed_tokens
+        work[Field.NUM_OUTPUT_TOKENS, row] = work[Field.NUM_DELIVERED, row] = outputs.size
+        work[Field.LAST_TOKEN_ID, row] = outputs[-1] if outputs.size else prompt[-1]
+        work[Field.STOP_REASON, row] = -1
+        work[Field.MAX_TOKENS, row] = min(message.max_tokens, INT32_MAX)
+        work[Field.MIN_TOKENS, row] = min(message.min_tokens, INT32_MAX)
+        tables = self.tables
+        tables.token_ids[row, : prompt.size] = prompt
+        tables.token_ids[row, prompt.size : num_tokens] = outputs
+        tables.is_token_ids[row, :num_tokens] = True
+        if is_prompt_token_ids is not None:
+            tables.is_token_ids[row, : prompt.size] = is_prompt_token_ids
+        self.outbox.open(row, message.request_no, message.request_id)
+        self._touch(row)
+        self._finish_at_admission(row, outputs)
+        tables.counters[Counter.ADMITTED] += 1
+        return Outcome.APPLIED
+
+    def _set_stop_ids(self, message: wire.Admit) -> None:
+        stop_ids = message.stop_token_ids + ([] if message.ignore_eos else message.eos_token_ids)
+        if len(stop_ids) > self.stop_ids.shape[1]:
+            wider = np.zeros((self.stop_ids.shape[0], 2 * len(stop_ids)), np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[message.row, : len(stop_ids)] = stop_ids
+        self.work[Field.NUM_STOP_IDS, message.row] = len(stop_ids)
+
+    def _finish_at_admission(self, row: int, outputs: np.ndarray) -> None:
+        """Earlier outputs that had ended the request end it again: rule 3 for the last of them."""
+        if not outputs.size:
+            return
+        work, last = self.work, int(outputs[-1])
+        is_stop_id = last in self.stop_ids[row, : work[Field.NUM_STOP_IDS, row]]
+        if is_stop_id and outputs.size - 1 >= work[Field.MIN_TOKENS, row]:
+            self._end(row, FinishReason.STOP, last)
+        elif work[Field.NUM_TOKENS_NO_SPEC, row] >= self.tables.layout.max_model_len:
+            self._end(row, FinishReason.LENGTH, -1)
+
+    def _end(self, row: int, finish_reason: FinishReason, stop_reason: int) -> None:
+        tables = self.tables
+        kernels.end_row(
+            self.work, tables.token_ids, tables.is_token_ids, tables.counters, self.lists, self.lengths, row,
+            int(finish_reason), stop_reason,
+        )  # fmt: skip
+
+    def _abort(self, message: wire.Abort) -> Outcome:
+        if not self._is_stale(message.row, message.generation):
+            effect = self._transition(message.row, LifeEvent.ABORT)
+            if effect is Effect.END:
+                self._end(message.row, FinishReason.ABORT, -1)
+        return Outcome.APPLIED
+
+    def _preempt(self, message: wire.Preempt) -> Outcome:
+        row = message.row
+        if not self._is_stale(row, message.generation):
+            event = LifeEvent.PREEMPT_DROP if message.drop_in_flight else LifeEvent.PREEMPT
+            if self._transition(row, event) is Effect.UNCOMPUTE:
+                self.work[Field.NUM_COMPUTED_TOKENS, row] = 0
+                start, end = self.work[Field.NUM_TOKENS_NO_SPEC, row], self.work[Field.NUM_TOKENS, row]
+                self.tables.token_ids[row, start:end] = 0
+                self.tables.is_token_ids[row, start:end] = False
+                self.work[Field.NUM_TOKENS, row] = start
+                self._touch(row)
+        return Outcome.APPLIED
+
+    def _recompute(self, message: wire.Resume | wire.Rewind, event: LifeEvent) -> Outcome:
+        """`generation` is the new one: whatever was launched under the one before is stale from here on."""
+        row = message.row
+        if not self._is_stale(row, message.generation - 1):
+            if self._transition(row, event) is Effect.RECOMPUTE:
+                self.work[Field.NUM_COMPUTED_TOKENS, row] = message.num_computed_tokens
+                self.work[Field.REMEMBERED_COMPUTED, row] = message.num_computed_tokens
+            self.generation[row] = message.generation
+            self._touch(row)
+        return Outcome.APPLIED
+
+    def _resume(self, message: wire.Resume) -> Outcome:
+        return self._recompute(message, LifeEvent.RESUME)
+
+    def _rewind(self, message: wire.Rewind) -> Outcome:
+        return self._recompute(message, LifeEvent.REWIND)
+
+    def _release(self, message: wire.Release) -> Outcome:
+        row, tables = message.row, self.tables
+        if self._is_stale(row, message.generation):
+            return Outcome.APPLIED
+        effect = self._transition(row, LifeEvent.RELEASE)
+        if effect is Effect.END_AND_CLEAR:
+            self._end(row, FinishReason.ABORT, -1)
+        self.outbox.depart(row)
+        kernels.clear_row(
+            self.work, tables.token_ids, tables.is_token_ids, self.row_counters, self.lists, self.lengths, row
+        )
+        tables.counters[Counter.RELEASED] += 1
+        return Outcome.APPLIED
+
+
+assert all(Field[column] < NUM_INT32_COLUMNS for column in ("NUM_PROMPT_TOKENS", "GENERATION"))
