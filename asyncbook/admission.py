@@ -67,7 +67,8 @@ def check_request(
         )
     if params.max_tokens is not None and outputs.size >= params.max_tokens:
         raise InvalidRequest(
-            f"request {request_id!r}: {outputs.size} earlier outputs, expected fewer than max_tokens = {params.max_tokens}"
+            f"request {request_id!r}: {outputs.size} earlier outputs, "
+            f"expected fewer than max_tokens = {params.max_tokens}"
         )
     _check_num_computed(request_id, num_computed_tokens, num_tokens)
     return Request(prompt, outputs, _mask(request_id, prompt_is_token_ids, prompt.size))

@@ -77,8 +77,8 @@ def make_batch(
 
 
 class BatchSlots:
-    """Which batches the bookkeeper remembers. It has `NUM_BATCH_SLOTS` slots, given out in a ring; a batch that lost its
-    slot is described again, so nothing is kept for a batch that nobody uses any more."""
+    """Which batches the bookkeeper remembers. It has `NUM_BATCH_SLOTS` slots, given out in a ring; a batch that lost
+    its slot is described again, so nothing is kept for a batch that nobody uses any more."""
 
     def __init__(self) -> None:
         self._batches: list[Batch | None] = [None] * NUM_BATCH_SLOTS

@@ -23,7 +23,7 @@ from asyncbook.ipc.errors import AsyncbookError, FrameExpired, InFlightFull, Inv
 from asyncbook.ipc.histogram import bucket_of
 from asyncbook.ipc.layout import INT32_MAX, INT32_MIN, NUM_HISTOGRAM_BUCKETS, Counter, Word
 from asyncbook.ipc.layout import Histogram as HistogramRow
-from asyncbook.ipc.publish import Words
+from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import RequestNames, StepOutputs
 from asyncbook.rows import HeldRow, Row, RowRegistry
@@ -55,7 +55,7 @@ class Book(ABC):
         self._is_token_ids = self._layout.is_token_ids.view(memory)[:, : config.max_model_len]
         self._counters = self._layout.counters.view(memory)
         self._histograms = self._layout.histograms.view(memory)
-        self._words = Words(self._layout.words.view(memory))
+        self._published_step = SharedWord(self._layout.words.view(memory), Word.PUBLISHED_STEP)
         self._rows = RowRegistry(config.max_num_reqs)
         self._names = RequestNames()
         self._slots = BatchSlots()
@@ -124,7 +124,13 @@ class Book(ABC):
         Raises `InvalidRequest`, `InvalidToken`, `PromptTooLong`, `DuplicateRequest`, `BookFull`.
         """
         request = check_request(
-            self.config, request_id, prompt_token_ids, params, output_token_ids, num_computed_tokens, prompt_is_token_ids
+            self.config,
+            request_id,
+            prompt_token_ids,
+            params,
+            output_token_ids,
+            num_computed_tokens,
+            prompt_is_token_ids,
         )
         row = self._rows.check_admission(request_id)
         message = wire.Admit(
@@ -201,9 +207,7 @@ class Book(ABC):
         """
         return make_batch(self._rows, rows, num_scheduled_tokens, num_draft_tokens, self.config.num_spec_tokens)
 
-    def submit(
-        self, batch: Batch, sampled_token_ids: Any, *, logprobs: Any = None, draft_token_ids: Any = None
-    ) -> int:
+    def submit(self, batch: Batch, sampled_token_ids: Any, *, logprobs: Any = None, draft_token_ids: Any = None) -> int:
         """Hands over what a step sampled and returns its number. Never blocks.
 
         `sampled_token_ids`: int32 or int64, [n] or [n, 1 to 1 + num_spec_tokens], numpy or torch; -1 pads.
@@ -279,7 +283,7 @@ class Book(ABC):
     @property
     def applied_step(self) -> int:
         """The last step that is applied and published, 0 before the first."""
-        self._known_applied_step = self._words.load_acquire(Word.PUBLISHED_STEP)
+        self._known_applied_step = self._published_step.load_acquire()
         return self._known_applied_step
 
     @property
@@ -341,7 +345,7 @@ class Book(ABC):
             dropped_tokens=dropped_tokens(counters),
             invalid_draft_tokens=int(counters[Counter.INVALID_DRAFT_TOKENS]),
             outputs_dropped_requests=int(counters[Counter.OUTPUTS_DROPPED_REQUESTS]),
-            messages=int(counters[Counter.MESSAGES]),
+            messages=self._seq,
             replayed_messages=int(counters[Counter.REPLAYED_MESSAGES]),
             stale_messages=int(counters[Counter.STALE_MESSAGES]),
             bad_messages=int(counters[Counter.BAD_MESSAGES]),

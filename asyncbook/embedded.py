@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from asyncbook.book import Book
 from asyncbook.config import BookConfig
 from asyncbook.ipc import wire
+from asyncbook.ipc.columns import OutputColumns
 from asyncbook.outputs import StepOutputs
 from asyncbook.worker import jit
 from asyncbook.worker.bookkeeper import Bookkeeper
-from asyncbook.worker.outbox import OutputColumns
 
 MAX_QUEUED_OUTPUTS = 512  # steps that wait for the reader one by one; beyond that they come in bigger pieces
 
@@ -24,24 +24,14 @@ class EmbeddedBook(Book):
         super().__init__(config)
         jit.announce_compilation()
         jit.compile_all()
-        self._queue: deque[StepOutputs] = deque()
+        self._queue: deque[tuple[int, OutputColumns]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self._enqueue)
 
     def _enqueue(self, step: int, columns: OutputColumns) -> bool:
         if len(self._queue) >= MAX_QUEUED_OUTPUTS:
             return False
-        # Copies: the columns are the outbox's own memory.
-        self._queue.append(
-            self._names.step_outputs(
-                step,
-                columns.request_nos,
-                columns.offsets.copy(),
-                columns.token_ids.copy(),
-                columns.finish_reasons.copy(),
-                columns.stop_reasons.copy(),
-            )
-        )
+        self._queue.append((step, columns.copy()))
         self._wake_reader()
         return True
 
@@ -62,7 +52,7 @@ class EmbeddedBook(Book):
     def poll_outputs(self) -> list[StepOutputs]:
         if not self._is_closed:
             self._bookkeeper.flush()
-        outputs = list(self._queue)
+        outputs = [self._names.step_outputs(step, columns) for step, columns in self._queue]
         self._queue.clear()
         return outputs
 

@@ -25,9 +25,7 @@ class FrameViews:
     def _columns(layout: Layout, memory: memoryview, slot: int) -> Columns:
         block = layout.frame_int32(slot).view(memory)
         n = layout.max_num_reqs
-        columns = {
-            column.name.lower(): block[column, :n].view(COLUMN_DTYPES[column.name.lower()]) for column in Column
-        }
+        columns = {column.name.lower(): block[column, :n].view(COLUMN_DTYPES[column.name.lower()]) for column in Column}
         columns[FINISH_REASON_COLUMN] = layout.frame_uint8(slot).view(memory)[:n]
         return columns
 

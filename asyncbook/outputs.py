@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.layout import FinishReason
 
 
@@ -55,33 +56,36 @@ class StepOutputs:
 
 
 class RequestNames:
-    """Which request a delivery speaks of. Known from admission until its end is delivered."""
+    """Which request a delivery speaks of. A number is in use from admission until the request's end is delivered."""
 
     def __init__(self) -> None:
-        self._ids: dict[int, str] = {}
-        self._last_request_no = 0
+        self._names = np.empty(64, object)
+        self._free_nos = list(range(63, -1, -1))
 
     @property
     def next_no(self) -> int:
         """The number that `add` will give."""
-        return self._last_request_no + 1
+        if not self._free_nos:
+            size = self._names.size
+            self._names = np.concatenate([self._names, np.empty(size, object)])
+            self._free_nos = list(range(2 * size - 1, size - 1, -1))
+        return self._free_nos[-1]
 
     def add(self, request_id: str) -> None:
-        self._last_request_no += 1
-        self._ids[self._last_request_no] = request_id
+        self._names[self._free_nos.pop()] = request_id
 
-    def step_outputs(
-        self,
-        step: int,
-        request_nos: np.ndarray,
-        offsets: np.ndarray,
-        token_ids: np.ndarray,
-        finish_reasons: np.ndarray,
-        stop_reasons: np.ndarray,
-    ) -> StepOutputs:
+    def step_outputs(self, step: int, columns: OutputColumns) -> StepOutputs:
         """A delivery with the requests' ids in the place of their numbers."""
-        numbers = request_nos.tolist()
-        request_ids = [self._ids[request_no] for request_no in numbers]
-        for i in np.flatnonzero(finish_reasons).tolist():
-            del self._ids[numbers[i]]
-        return StepOutputs(step, request_ids, offsets, token_ids, finish_reasons, stop_reasons)
+        request_ids = self._names[columns.request_nos].tolist()
+        if columns.finish_reasons.any():
+            for request_no in columns.request_nos[columns.finish_reasons != 0].tolist():
+                self._names[request_no] = None
+                self._free_nos.append(request_no)
+        return StepOutputs(
+            step,
+            request_ids,
+            columns.offsets,
+            columns.token_ids,
+            columns.finish_reasons,
+            columns.stop_reasons,
+        )

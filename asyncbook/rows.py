@@ -77,7 +77,9 @@ class RowRegistry:
     def renamed(self, row: Row, *, preempted: bool) -> Row:
         """The next handle of a row for `resume` (of a preempted row) or `rewind` (of one that is not)."""
         held = self.held(row)
-        if held.is_preempted != preempted and not held.is_aborted:  # nothing but its generation changes in an aborted row
+        if (
+            held.is_preempted != preempted and not held.is_aborted
+        ):  # nothing but its generation changes in an aborted row
             state, remedy = ("not preempted", "use rewind") if preempted else ("preempted", "resume it first")
             raise InvalidRequest(f"row {row.index} (request {held.request_id!r}) is {state}; {remedy}")
         return Row(row.index, row.generation + 1)

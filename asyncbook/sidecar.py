@@ -13,9 +13,11 @@ from asyncbook.book import Book, BookClosed
 from asyncbook.config import BookConfig
 from asyncbook.ipc import wire
 from asyncbook.ipc.channel import RunnerChannel
+from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.errors import BadMessage, InFlightFull, SidecarDied, SidecarTimeout
 from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
-from asyncbook.ipc.publish import Words, fence
+from asyncbook.ipc.publish import OwnWord, fence
+from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
 from asyncbook.waiting import DescriptorWaiters
@@ -34,8 +36,11 @@ class SidecarBook(Book):
 
     def __init__(self, config: BookConfig) -> None:
         super().__init__(config)
-        self._runner_words = Words(self._segment.runner_words())
-        self._runner_words.store_release(RunnerWord.WAKE_AT_STEP, NO_WAKE)
+        self._wake_at_step = OwnWord(self._segment.runner_words(), RunnerWord.WAKE_AT_STEP)
+        self._wake_at_step.store_release(NO_WAKE)
+        words = self._layout.words.view(self._segment.readable())
+        self._flushed_step = SharedWord(words, Word.FLUSHED_STEP)
+        self._outputs_sent = SharedWord(words, Word.OUTPUTS_SENT)
         self._channel = RunnerChannel()
         try:
             self._process = SidecarProcess(config, self._segment, self._channel)
@@ -83,7 +88,7 @@ class SidecarBook(Book):
     def _ask_to_be_woken(self) -> None:
         """Tells the sidecar the next step that somebody waits for. Both sides put a fence between their store and their
         look, so either the sidecar sees this, or the caller's look after it sees the step."""
-        self._runner_words.store_release(RunnerWord.WAKE_AT_STEP, min(self._awaited_steps, default=NO_WAKE))
+        self._wake_at_step.store_release(min(self._awaited_steps, default=NO_WAKE))
         fence()
 
     def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
@@ -112,7 +117,9 @@ class SidecarBook(Book):
             return None
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise SidecarTimeout(f"step {step} is not applied in time, the last applied one is step {self.applied_step}")
+            raise SidecarTimeout(
+                f"step {step} is not applied in time, the last applied one is step {self.applied_step}"
+            )
         return int(left_s * 1000) + 1
 
     async def applied(self, step: int) -> None:
@@ -142,7 +149,7 @@ class SidecarBook(Book):
         self._wait_flushed(self.applied_step)
         outputs = []
         # Handed over to the socket before they were counted: they are here, or on their way.
-        while self._num_outputs_received < self._words.load_acquire(Word.OUTPUTS_SENT):
+        while self._num_outputs_received < self._outputs_sent.load_acquire():
             step_outputs = self._receive_outputs()
             if step_outputs is not None:
                 outputs.append(step_outputs)
@@ -153,7 +160,7 @@ class SidecarBook(Book):
 
     def _wait_flushed(self, step: int) -> None:
         deadline = time.monotonic() + FLUSH_TIMEOUT_S
-        while self._words.load_acquire(Word.FLUSHED_STEP) < step and time.monotonic() < deadline:
+        while self._flushed_step.load_acquire() < step and time.monotonic() < deadline:
             if not self._process.is_alive():
                 return
             os.sched_yield()
@@ -164,14 +171,14 @@ class SidecarBook(Book):
             return None
         outputs = wire.decode_outputs(data)
         self._num_outputs_received = outputs.seq
-        return self._names.step_outputs(
-            outputs.step,
+        columns = OutputColumns(
             np.frombuffer(outputs.request_nos, np.int64),
             np.frombuffer(outputs.offsets, np.int32),
             np.frombuffer(outputs.token_ids, np.int32),
             np.frombuffer(outputs.finish_reasons, np.uint8),
             np.frombuffer(outputs.stop_reasons, np.int32),
         )
+        return self._names.step_outputs(outputs.step, columns)
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
         while not self._is_closed:

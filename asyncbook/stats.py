@@ -48,7 +48,7 @@ class Histogram:
 class Stats:
     """What a book has done. `submitted_tokens == committed_tokens + sum(dropped_tokens.values())`, always: nothing
     vanishes. `dropped_tokens` by reason, `finished_requests` by `FinishReason`; `submit_us` is what `submit` took in the
-    runner, `apply_us` what the bookkeeper took for a step, its outputs aside."""
+    runner (its messages: `messages`), `apply_us` what the bookkeeper took for a step, its outputs aside."""
 
     submitted_steps: int
     applied_steps: int
@@ -107,7 +107,9 @@ def dropped_tokens(counters: np.ndarray) -> dict[str, int]:
 def finished_requests(counters: np.ndarray) -> dict[FinishReason, int]:
     """Requests that ended, by reason."""
     return {
-        reason: int(counters[Counter[f"FINISHED_{reason.name}"]]) for reason in FinishReason if reason is not reason.NONE
+        reason: int(counters[Counter[f"FINISHED_{reason.name}"]])
+        for reason in FinishReason
+        if reason is not reason.NONE
     }
 
 

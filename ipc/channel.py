@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 import zmq
-
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import HandshakeFailed
 

@@ -121,33 +121,31 @@ COLUMN_DTYPES: dict[str, np.dtype] = {
 class Counter(IntEnum):
     """int64 counters of the BOOKKEEPER part, written by the ledger, in order. `DROPPED_*` count tokens by reason."""
 
-    STEPS = 0
-    MESSAGES = 1
-    REPLAYED_MESSAGES = 2
-    STALE_MESSAGES = 3
-    BAD_MESSAGES = 4
-    ADMITTED = 5
-    RELEASED = 6
-    SUBMITTED_TOKENS = 7
-    COMMITTED_TOKENS = 8
-    DROPPED_STALE = 9
-    DROPPED_FINISHED = 10
-    DROPPED_PREEMPTED = 11
-    DROPPED_PARTIAL_PREFILL = 12
-    DROPPED_OVERSCHEDULED = 13
-    DROPPED_INVALID = 14
-    DROPPED_AFTER_FINISH = 15
-    INVALID_DRAFT_TOKENS = 16
-    FINISHED_STOP = 17
-    FINISHED_LENGTH = 18
-    FINISHED_ABORT = 19
-    FINISHED_ERROR = 20
-    DRAFTS = 21
-    DRAFT_TOKENS = 22
-    ACCEPTED_TOKENS = 23
-    EMITTED_TOKENS = 24
-    OUTPUTS_DROPPED_REQUESTS = 25  # requests whose undelivered outputs did not fit the declared bound
-    ACCEPTED_PER_POS = 26  # first of num_spec_tokens counters, one a position
+    REPLAYED_MESSAGES = 0
+    STALE_MESSAGES = 1
+    BAD_MESSAGES = 2
+    ADMITTED = 3
+    RELEASED = 4
+    SUBMITTED_TOKENS = 5
+    COMMITTED_TOKENS = 6
+    DROPPED_STALE = 7
+    DROPPED_FINISHED = 8
+    DROPPED_PREEMPTED = 9
+    DROPPED_PARTIAL_PREFILL = 10
+    DROPPED_OVERSCHEDULED = 11
+    DROPPED_INVALID = 12
+    DROPPED_AFTER_FINISH = 13
+    INVALID_DRAFT_TOKENS = 14
+    FINISHED_STOP = 15
+    FINISHED_LENGTH = 16
+    FINISHED_ABORT = 17
+    FINISHED_ERROR = 18
+    DRAFTS = 19
+    DRAFT_TOKENS = 20
+    ACCEPTED_TOKENS = 21
+    EMITTED_TOKENS = 22
+    OUTPUTS_DROPPED_REQUESTS = 23  # requests whose undelivered outputs did not fit the declared bound
+    ACCEPTED_PER_POS = 24  # first of num_spec_tokens counters, one a position
 
 
 class Histogram(IntEnum):

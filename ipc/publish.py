@@ -1,7 +1,7 @@
 """The only memory-ordering code: release-store, acquire-load, and a full fence for the sleeper's handshake.
 
-A word is published with `Words.store_release(index, value)`: everything that this thread wrote before is visible to
-whoever reads the value with `Words.load_acquire(index)`. On x86-64 both are plain moves; on aarch64 they are `stlr` and
+A word is published with `OwnWord.store_release(value)`: everything that this thread wrote before is visible to whoever
+reads the value with `Word.load_acquire()`. On x86-64 both are plain moves; on aarch64 they are `stlr` and
 `ldar` (or `ldapr`). `fence()` orders a store before a later load, which neither of the two does: a sleeper stores "I
 sleep" and then looks once more, a waker stores its work and then looks for a sleeper; each puts a fence between its two
 steps, so at least one of them sees the other.
@@ -67,22 +67,33 @@ def fence() -> None:
     _full_fence()
 
 
-class Words:
-    """int64 words in shared memory, each alone on its cache line; `index` as in `layout.Word` and its like."""
+class Word:
+    """One int64 of shared memory, alone on its cache line; `index` as in `layout.Word` and its like."""
 
-    def __init__(self, words: np.ndarray) -> None:
+    __slots__ = ("_address", "_words")
+
+    def __init__(self, words: np.ndarray, index: int) -> None:
         assert words.dtype == np.int64
         assert words.flags.c_contiguous
         self._words = words  # keeps the mapping alive: the address below is good as long as this object
-        self._address = words.ctypes.data
+        self._address = words.ctypes.data + _WORD_BYTES * index
         assert self._address % _WORD_BYTES == 0, "an atomic word must be aligned"
 
-    def load_acquire(self, index: int) -> int:
-        """The word; what its writer wrote before it is visible after this call."""
-        return int(load_acquire(self._address + _WORD_BYTES * index))
+    def load_acquire(self) -> int:
+        """The value; what its writer wrote before it is visible after this call."""
+        return load_acquire(self._address)  # type: ignore[no-any-return]
 
-    def store_release(self, index: int, value: int) -> None:
-        """Publishes the word, after everything this thread wrote before. The caller is its only writer."""
-        if not self._words.flags.writeable:
-            raise ValueError("these words are mapped read-only")
-        store_release(self._address + _WORD_BYTES * index, value)
+
+class OwnWord(Word):
+    """A word that this process is the only writer of."""
+
+    __slots__ = ()
+
+    def __init__(self, words: np.ndarray, index: int) -> None:
+        super().__init__(words, index)
+        if not words.flags.writeable:
+            raise ValueError("this word is mapped read-only")
+
+    def store_release(self, value: int) -> None:
+        """Publishes the value, after everything this thread wrote before."""
+        store_release(self._address, value)

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-
 from asyncbook.ipc.errors import BookFull, LayoutMismatch
 from asyncbook.ipc.layout import LAYOUT_VERSION, MAGIC, PAGE_BYTES, Layout, Owner
 
@@ -36,7 +35,9 @@ def _seal(descriptor: int) -> None:
     if hasattr(fcntl, "F_ADD_SEALS"):
         try:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        except OSError:  # not a memfd: POSIX shared memory has no seals, and no name by which a stranger could resize it
+        except (
+            OSError
+        ):  # not a memfd: POSIX shared memory has no seals, and no name by which a stranger could resize it
             pass
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
 from asyncbook.ipc.errors import BadMessage
 
 MAX_MESSAGE_BYTES = 1 << 30

@@ -6,13 +6,14 @@ import logging
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.channel import SidecarChannel
+from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import Counter, Layout, RunnerWord
-from asyncbook.ipc.publish import Words
+from asyncbook.ipc.layout import Counter, Layout, RunnerWord, Word
+from asyncbook.ipc.publish import OwnWord, fence
+from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.worker.bookkeeper import Bookkeeper
 from asyncbook.worker.idle import IdlePolicy
 from asyncbook.worker.ledger import Outcome
-from asyncbook.worker.outbox import OutputColumns
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,11 @@ class DutyCycle:
         self._idle = idle
         self._bookkeeper = Bookkeeper(layout, memory, vocab_size, self._send_outputs)
         self._counters = layout.counters.view(memory)
-        self._runner_words = Words(layout.runner_words.view(memory))
+        words = layout.words.view(memory)
+        self._applied_seq = OwnWord(words, Word.APPLIED_SEQ)
+        self._flushed_step = OwnWord(words, Word.FLUSHED_STEP)
+        self._outputs_sent = OwnWord(words, Word.OUTPUTS_SENT)
+        self._wake_at_step = SharedWord(layout.runner_words.view(memory), RunnerWord.WAKE_AT_STEP)
         self._woken_at_step = 0
         self._outputs_seq = 0
         self._has_backlog = False
@@ -43,7 +48,7 @@ class DutyCycle:
                     return
             elif self._idle.should_sleep():
                 if self._has_backlog:
-                    self._has_backlog = not self._bookkeeper.flush()
+                    self._flush()
                 if self._channel.wait_command(or_room_for_outputs=self._has_backlog):
                     return  # the runner's end of the lifetime pipe is closed
 
@@ -54,10 +59,16 @@ class DutyCycle:
             self._count_bad(str(error))
             return None
         outcome = self._bookkeeper.apply(message)
-        if outcome is Outcome.STEP:
-            self._wake_runner(message.step)  # type: ignore[union-attr]
-        self._has_backlog = not self._bookkeeper.flush()
+        if isinstance(message, wire.Step):
+            self._wake_runner(message.step)
+        self._applied_seq.store_release(message.seq)
+        self._flush()
         return outcome
+
+    def _flush(self) -> None:
+        self._has_backlog = not self._bookkeeper.flush()
+        self._outputs_sent.store_release(self._outputs_seq)
+        self._flushed_step.store_release(self._bookkeeper.ledger.step)
 
     def _count_bad(self, reason: str) -> None:
         self._counters[Counter.BAD_MESSAGES] += 1
@@ -67,8 +78,13 @@ class DutyCycle:
             logger.warning("skipped a bad message (further ones of this kind are only counted): %s", reason)
 
     def _wake_runner(self, step: int) -> None:
-        """One wake-up for one request to be woken: the runner stores another step when it sleeps again."""
-        wake_at_step = self._runner_words.load_acquire(RunnerWord.WAKE_AT_STEP)
+        """One wake-up for one request to be woken: the runner stores another step when it sleeps again.
+
+        The step is published, then the request is looked at; the runner stores its request, then looks at the step.
+        With a fence between the two on both sides, at least one of them sees the other: no wake-up is lost.
+        """
+        fence()
+        wake_at_step = self._wake_at_step.load_acquire()
         if self._woken_at_step < wake_at_step <= step:
             self._woken_at_step = wake_at_step
             self._channel.send_event(wire.Wake(step))

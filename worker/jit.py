@@ -65,9 +65,14 @@ def _ensure_cache_folder() -> None:
 _ensure_cache_folder()
 
 
+# Kernels only read and write the arrays they are given. Without numba's reference counting there is no atomic
+# increment a row and rule, which otherwise costs ten times the work itself. (A kernel that allocates would not compile.)
+_OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False}
+
+
 def rule(function: Callable[..., Any]) -> Any:
     """A function that only kernels call: compiled into them."""
-    return numba.njit(nogil=True)(function)
+    return numba.njit(inline="always", **_OPTIONS)(function)
 
 
 def kernel(*argument_types: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -76,7 +81,7 @@ def kernel(*argument_types: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         function.__qualname__ = f"{function.__qualname__}_{SOURCE_DIGEST}"
-        compiled = numba.njit(cache=True, nogil=True)(function)
+        compiled = numba.njit(cache=True, **_OPTIONS)(function)
         _kernels.append((compiled, argument_types))
         return compiled
 

@@ -11,8 +11,6 @@ the last step, rows with something to deliver), `frame_int32` int32 [NUM_INT32_C
 from __future__ import annotations
 
 import numpy as np
-from numba import types
-
 from asyncbook.ipc import layout, wire
 from asyncbook.worker import rules
 from asyncbook.worker.jit import kernel, rule
@@ -35,6 +33,7 @@ from asyncbook.worker.rules import (
     TOUCHED,
     UNCHANGED,
 )
+from numba import types
 
 NUM_DELIVERED = int(rules.Field.NUM_DELIVERED)
 BATCH_ROW, BATCH_GENERATION = wire.BatchField.ROW, wire.BatchField.GENERATION
@@ -113,7 +112,9 @@ def copy_frame(work, lists, lengths, frame_int32, frame_uint8, history, history_
         if other != slot:
             changed = -1 if history_lengths[other] == ALL_ROWS or changed < 0 else changed + history_lengths[other]
     if changed < 0 or history_lengths[slot] == ALL_ROWS or changed * SPARSE_SHARE >= num_rows:
-        frame_int32[:, :] = work[:NUM_INT32_COLUMNS, :]
+        for column in range(NUM_INT32_COLUMNS):
+            for row in range(num_rows):
+                frame_int32[column, row] = work[column, row]
         for row in range(num_rows):
             frame_uint8[row] = np.uint8(work[FINISH_REASON, row])
     else:
@@ -154,7 +155,9 @@ def apply_step(work, token_ids, is_token_ids, stop_ids, counters, row_counters, 
             rules.add_to_list(work, lists, lengths, IS_TOUCHED, TOUCHED, row)
             if work[OUTPUTS, row] > num_outputs_before or work[FINISH_REASON, row] != 0:
                 rules.add_to_list(work, lists, lengths, IS_PENDING, PENDING, row)
-    give_drafts(work, token_ids, is_token_ids, counters, lists, lengths, batch, takes_drafts, drafts, vocab_size, max_model_len)
+    give_drafts(
+        work, token_ids, is_token_ids, counters, lists, lengths, batch, takes_drafts, drafts, vocab_size, max_model_len
+    )
     copy_frame(work, lists, lengths, frame_int32, frame_uint8, history, history_lengths, slot)
 
 
@@ -175,7 +178,8 @@ def clear_row(work, token_ids, is_token_ids, row_counters, lists, lengths, row):
     for column in range(work.shape[0]):
         if column not in (GENERATION, IS_TOUCHED, IS_PENDING):
             work[column, row] = 0
-    row_counters[row, :] = 0
+    for index in range(row_counters.shape[1]):
+        row_counters[row, index] = 0
     rules.add_to_list(work, lists, lengths, IS_TOUCHED, TOUCHED, row)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
-
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import INT32_MAX, NUM_INT32_COLUMNS, Counter, FinishReason, Layout
@@ -94,7 +93,6 @@ class Ledger:
             raise BadMessage(f"message {message.seq} came after message {self.applied_seq}: one is missing")
         outcome = self._handlers[type(message)](message)
         self.applied_seq = message.seq
-        self.tables.counters[Counter.MESSAGES] += 1
         return outcome
 
     # Steps
@@ -135,7 +133,6 @@ class Ledger:
             tables.layout.max_model_len,
         )  # fmt: skip
         self.step = message.step
-        tables.counters[Counter.STEPS] += 1
         return Outcome.STEP
 
     def _ids(self, data: memoryview, num_rows: int, width: int, wide: bool) -> np.ndarray:
@@ -179,7 +176,7 @@ class Ledger:
         prompt = np.frombuffer(message.prompt_token_ids, np.int32)
         outputs = np.frombuffer(message.output_token_ids, np.int32)
         num_tokens = prompt.size + outputs.size
-        if not (0 <= row < layout.max_num_reqs and 0 < prompt.size and num_tokens <= layout.max_model_len):
+        if not (0 <= row < layout.max_num_reqs and prompt.size > 0 and num_tokens <= layout.max_model_len):
             raise BadMessage(f"{prompt.size} prompt and {outputs.size} output ids for row {row} do not fit the book")
         is_prompt_token_ids = None
         if message.is_token_ids is not None:

@@ -8,30 +8,14 @@ Only the last piece of a request whose row was released has no table any more. I
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
-
+from asyncbook.ipc.columns import OutputColumns
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.rules import Field
 
 MAX_DEPARTED_TOKEN_IDS = 1 << 24
 MAX_DEPARTED_REQUESTS = 1 << 20
-
-
-@dataclass(slots=True)
-class OutputColumns:
-    """n requests with something new. Views: valid until the outbox is asked again.
-
-    `request_nos` int64 [n], `offsets` int32 [n + 1], `token_ids` int32 [offsets[n]], `finish_reasons` uint8 [n],
-    `stop_reasons` int32 [n].
-    """
-
-    request_nos: np.ndarray
-    offsets: np.ndarray
-    token_ids: np.ndarray
-    finish_reasons: np.ndarray
-    stop_reasons: np.ndarray
 
 
 class Outbox:

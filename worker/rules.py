@@ -260,4 +260,3 @@ def step_row(work, token_ids, is_token_ids, stop_ids, counters, row_counters, sa
     if d > 0 and v > 0:
         count_draft_round(work, counters, row_counters, row, d, v, m)
     return TAKES_DRAFTS if work[STATE, row] == RUNNING else CHANGED
-

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncbook.demo import ngram
@@ -16,18 +18,18 @@ WIDTH = 1 + NUM_SPEC_TOKENS  # ids that one row brings into a decode pass
 
 
 class HostCopy:
-    """A tensor on its way to the host; `wait` has it there."""
+    """Ids on their way to the host; `wait` gives them as int32."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._tensor = tensor.int().to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if tensor.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
 
-    def wait(self) -> Tensor:
+    def wait(self) -> NDArray[np.int32]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._tensor
+        return self._tensor.numpy()
 
 
 class Engine:

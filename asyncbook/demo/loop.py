@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
-from torch import Tensor
 
 from asyncbook import BookConfig, FinishReason, RequestParams, Row, SpecDecodeStats
 from asyncbook.outputs import RequestDelta
@@ -35,21 +35,27 @@ class Tenant:
     num_given_drafts: int = 0
 
 
+class LoopFrame:
+    """The columns as of a step, int64 [rows] each."""
+
+    def __init__(self, step: int, columns: np.ndarray, apply_start_ns: int) -> None:
+        self.step = step
+        self.num_prompt_tokens, self.num_tokens_no_spec, self.num_tokens, self.num_computed_tokens = columns[:4]
+        self.num_output_tokens, self.num_accepted_tokens, self.last_token_id = columns[4:7]
+        self.stop_reason, self.finish_reason, self.generation = columns[7:]
+        self.published_ns = time.monotonic_ns()
+        self.apply_ns = self.published_ns - apply_start_ns
+
+
 class LoopBook:
-    """One value at a time: numpy columns, numpy tables, Python lists. It is its own frame, of the last step alone."""
+    """One value at a time: numpy columns, numpy tables, Python lists."""
 
     def __init__(self, config: BookConfig) -> None:
         rows, self._max_model_len = config.max_num_reqs, config.max_model_len
-        self.num_prompt_tokens = np.zeros(rows, np.int32)
-        self.num_tokens_no_spec = np.zeros(rows, np.int32)
-        self.num_tokens = np.zeros(rows, np.int32)
-        self.num_computed_tokens = np.zeros(rows, np.int32)
-        self.num_output_tokens = np.zeros(rows, np.int32)
-        self.num_accepted_tokens = np.zeros(rows, np.int32)
-        self.last_token_id = np.zeros(rows, np.int32)
-        self.stop_reason = np.zeros(rows, np.int32)
-        self.finish_reason = np.zeros(rows, np.uint8)
-        self.generation = np.zeros(rows, np.uint32)
+        columns = self._columns = np.zeros((10, rows), np.int64)
+        self.num_prompt_tokens, self.num_tokens_no_spec, self.num_tokens, self.num_computed_tokens = columns[:4]
+        self.num_output_tokens, self.num_accepted_tokens, self.last_token_id = columns[4:7]
+        self.stop_reason, self.finish_reason, self.generation = columns[7:]
         self._token_ids = np.zeros((rows, config.max_model_len), np.int32)
         self._is_token_ids = np.zeros((rows, config.max_model_len), np.bool_)
         self._tenants: dict[int, Tenant] = {}
@@ -58,7 +64,8 @@ class LoopBook:
         self._outputs: list[list[RequestDelta]] = []
         self._drafts = self._draft_tokens = self._accepted = self._emitted = 0
         self._accepted_per_pos = [0] * config.num_spec_tokens
-        self.step = self.published_ns = self.apply_ns = 0
+        self._step = 0
+        self._frames: deque[LoopFrame] = deque(maxlen=config.max_in_flight + 2)
 
     def __enter__(self) -> Self:
         return self
@@ -96,11 +103,9 @@ class LoopBook:
     def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         """`submit` has applied it."""
 
-    def frame(self, step: int) -> LoopBook:
-        """The columns as they are, which must be as of `step`; they hold until the next call."""
-        if step != self.step:
-            raise ValueError(f"the frame of step {step} is asked for, the loop holds that of step {self.step} alone")
-        return self
+    def frame(self, step: int) -> LoopFrame:
+        """One of the last few."""
+        return self._frames[step - self._step - 1]
 
     def output_token_ids(self, row: Row) -> np.ndarray:
         return self._token_ids[row.index, self.num_prompt_tokens[row.index] : self.num_tokens_no_spec[row.index]]
@@ -113,7 +118,7 @@ class LoopBook:
         counts = self._drafts, self._draft_tokens, self._accepted, self._emitted
         return SpecDecodeStats(*counts, list(self._accepted_per_pos))
 
-    def submit(self, batch: LoopBatch, sampled_token_ids: Tensor, *, draft_token_ids: Tensor) -> int:
+    def submit(self, batch: LoopBatch, sampled_token_ids: np.ndarray, *, draft_token_ids: np.ndarray) -> int:
         """Applies a step, row by row. `sampled_token_ids` [n, 1+K] and `draft_token_ids` [n, K], padded with -1."""
         start_ns = time.monotonic_ns()
         outputs: list[RequestDelta] = []
@@ -141,9 +146,9 @@ class LoopBook:
             self.num_accepted_tokens[index] = num_accepted_tokens
         if outputs:
             self._outputs.append(outputs)
-        self.step, self.published_ns = self.step + 1, time.monotonic_ns()
-        self.apply_ns = self.published_ns - start_ns
-        return self.step
+        self._step += 1
+        self._frames.append(LoopFrame(self._step, self._columns.copy(), start_ns))
+        return self._step
 
     def _append(self, index: int, ids: list[int], tenant: Tenant) -> list[int]:
         """Appends ids up to the one that ends the request; returns those kept."""

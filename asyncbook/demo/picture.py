@@ -12,10 +12,18 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from asyncbook.demo.results import Result
-from asyncbook.demo.timeline import COST, FORWARD, LAUNCH, WAIT, Span
+from asyncbook.demo.timeline import FORWARD, LAUNCH, WAIT, Span
 
 SHOWN_STEPS = 4
-COLORS = {FORWARD: "#c9d6e8", LAUNCH: "#9bb4d6", WAIT: "#f2a33a", "bookkeeping": "#d1495b", "apply": "#2e8b57"}
+CALLS = "other calls of the book"
+COLORS = {
+    FORWARD: "#c9d6e8",
+    LAUNCH: "#9bb4d6",
+    "submit": "#b5202f",
+    CALLS: "#e98a94",
+    WAIT: "#f2a33a",
+    "apply": "#2e8b57",
+}
 WAY_COLORS = {"loop": "#d1495b", "embedded": "#3066be", "sidecar": "#2e8b57"}
 
 
@@ -40,7 +48,8 @@ def _middle_step(result: Result) -> int:
 
 def _lanes(result: Result) -> list[tuple[str, list[Span]]]:
     timeline = result.timeline
-    lanes = [("runner", timeline.runner), ("device", timeline.device), ("bookkeeper", timeline.bookkeeper)]
+    bookkeeper = "bookkeeper" if result.way == "sidecar" else "bookkeeper (same thread)"
+    lanes = [("runner", timeline.runner), ("device", timeline.device), (bookkeeper, timeline.bookkeeper)]
     return [(f"{result.way}: {name}", spans) for name, spans in lanes if spans]
 
 
@@ -51,7 +60,7 @@ def _draw_lanes(axes: Axes, results: Sequence[Result], starts_ns: Sequence[int],
         for name, spans in _lanes(result):
             shown = [span for span in spans if span.end_ns > start_ns and span.start_ns < start_ns + width_ns]
             for span in shown:
-                color = COLORS["bookkeeping"] if span.name in COST else COLORS[span.name]
+                color = COLORS.get(span.name, COLORS[CALLS])
                 left, length = (span.start_ns - start_ns) / unit_ns, (span.end_ns - span.start_ns) / unit_ns
                 edge = "white" if span.name in (FORWARD, LAUNCH) else color
                 axes.barh(len(names), length, left=left, height=0.7, color=color, edgecolor=edge, linewidth=0.8)
@@ -75,10 +84,8 @@ def _draw_steps(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_title(f"{SHOWN_STEPS} steps")
     axes.set_xlabel("ms")
     used = {span.name for result in results for span in result.timeline.runner}
-    legend = [name for name in COLORS if name in used or name in (FORWARD, "bookkeeping", "apply")]
-    axes.legend(
-        handles=[Patch(color=COLORS[name], label=name) for name in legend], loc="lower right", ncols=len(legend)
-    )
+    handles = [Patch(color=color, label=name) for name, color in COLORS.items() if name != LAUNCH or name in used]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(handles), frameon=False)
 
 
 def _draw_boundary(axes: Axes, results: Sequence[Result]) -> None:
@@ -94,7 +101,7 @@ def _draw_boundary(axes: Axes, results: Sequence[Result]) -> None:
     margin_ns = 20_000
     width_ns = min(max(length for _, length in windows), 2_000_000) + 3 * margin_ns
     _draw_lanes(axes, results, [start - margin_ns for start, _ in windows], width_ns, 1e3)
-    axes.set_title("between two forward passes, enlarged")
+    axes.set_title("between two forward passes, enlarged (gaps: the runner's own work)")
     axes.set_xlabel("us")
 
 

@@ -25,7 +25,6 @@ from asyncbook.demo.bookkeeping import COLUMNS, Bookkeeping, Metered
 from asyncbook.demo.engine import NUM_SPEC_TOKENS, Engine, HostCopy
 from asyncbook.demo.timeline import DeviceClock, Timeline
 
-PREFILL_CHUNKS = 4  # prompt chunks that one step computes at most, beside the decoding rows
 TIMEOUT_S = 60.0
 
 
@@ -68,7 +67,7 @@ class Plan:
 
 @dataclass
 class Launched:
-    """A step whose ids are on their way: int64 [n, 1+K] and [n, K]."""
+    """A step whose ids are on their way: [n, 1+K] and [n, K]."""
 
     step: int
     batch: Any
@@ -83,6 +82,8 @@ class Scheduler:
         self.book, self.engine = book, engine
         self.waiting = deque(requests)
         self.running: dict[int, Running] = {}
+        # Prompt chunks that one step computes at most, beside the decoding rows.
+        self.max_chunks = max(4, len(engine.num_tokens) // 4)
         self._last: tuple[tuple[Any, int, int], ...] = ()
         self._plan: Plan | None = None
 
@@ -120,7 +121,7 @@ class Scheduler:
             if not running.in_prefill:
                 decoding.append(index)
                 entries.append((running.row, 1 + NUM_SPEC_TOKENS, NUM_SPEC_TOKENS))
-            elif len(prefills) < PREFILL_CHUNKS:
+            elif len(prefills) < self.max_chunks:
                 num_scheduled_tokens = min(self.engine.chunk, num_prompt_tokens - start)
                 running.num_computed_tokens += num_scheduled_tokens
                 prefills.append((index, start, num_prompt_tokens))
@@ -172,7 +173,6 @@ class Runner:
             self.receive()
             self.scheduler.retire(finished)
             after_step(self)
-        self.timeline.step = step + 1
         self.submit_through(step)
         self.read(step)
         self.drain()
@@ -189,7 +189,7 @@ class Runner:
             if plan.is_decoding is not None:
                 engine.decode(plan.is_decoding)
             engine.draft()
-            sampled, drafts = engine.sampled_token_ids[plan.row_ids], engine.draft_token_ids[plan.row_ids]
+            sampled, drafts = (ids[plan.row_ids] for ids in (engine.sampled_token_ids, engine.draft_token_ids))
             self._launched.append(Launched(step, plan.batch, HostCopy(sampled), HostCopy(drafts)))
 
     def submit_through(self, step: int) -> None:

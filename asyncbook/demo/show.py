@@ -25,6 +25,7 @@ from asyncbook.demo.runner import Request, Runner
 from asyncbook.demo.tokenizer import Tokenizer
 
 PREFILL_CHUNK = 64  # tokens
+REQUESTS_A_ROW = 3
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,14 @@ def _leave_a_core() -> int:
 
 
 def read_requests(setting: Setting, tokenizer: Tokenizer) -> list[Request]:
-    """New requests from the prompts file: a JSON object a line, {"prompt": ..., optional "max_tokens": ...}."""
+    """New requests from the prompts file: a JSON object a line, {"prompt": ..., optional "max_tokens": ...}.
+
+    Our own prompts are repeated until there are `REQUESTS_A_ROW` times as many as rows, so that rows are reused.
+    """
     source = setting.prompts or files("asyncbook.demo") / "prompts.jsonl"
     entries = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if setting.prompts is None:
+        entries = [entries[i % len(entries)] for i in range(max(len(entries), REQUESTS_A_ROW * setting.rows))]
     requests = []
     for number, entry in enumerate(entries):
         max_tokens = entry.get("max_tokens", setting.max_tokens)
