@@ -73,7 +73,7 @@ class Book(ABC):
 
     @abstractmethod
     def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
-        """Until `step` is applied. Raises `NotApplied` for a step that was not submitted, `SidecarTimeout`, `SidecarDied`."""
+        """Until `step` is applied. Raises `NotApplied` (it was not submitted), `SidecarTimeout`, `SidecarDied`."""
 
     @abstractmethod
     async def applied(self, step: int) -> None:
@@ -180,7 +180,8 @@ class Book(ABC):
         new_row = self._rows.renamed(row, preempted=preempted)
         if not 0 <= num_computed_tokens <= self.config.max_model_len:
             raise InvalidRequest(
-                f"num_computed_tokens is {num_computed_tokens}, expected 0 to max_model_len = {self.config.max_model_len}"
+                f"row {row.index}: num_computed_tokens is {num_computed_tokens}, "
+                f"expected 0 to max_model_len = {self.config.max_model_len}"
             )
         self._post(message(self._next_seq(), new_row.index, new_row.generation, int(num_computed_tokens)))
         self._rows.rename(new_row)
@@ -314,7 +315,8 @@ class Book(ABC):
         frame = self.frame()
         if not held.admit_generation <= int(frame.generation[row.index]):
             raise NotApplied(
-                f"row {row.index} was given to request {held.request_id!r} after step {frame.step}, the last applied one"
+                f"row {row.index} was given to request {held.request_id!r} after step {frame.step}, "
+                f"the last applied one"
             )
         return held, int(frame.num_tokens_no_spec[row.index])
 

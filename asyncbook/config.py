@@ -27,9 +27,9 @@ class BookConfig:
     """Size and manner of a book. Raises `ValueError` naming the field, what was expected and what came.
 
     `max_num_reqs` rows of `max_model_len` positions; ids below `vocab_size`; at most `num_spec_tokens` drafts a row and
-    step; at most `max_in_flight` steps submitted and not yet applied. `spin_us`: how long an idle sidecar looks for work
-    before it sleeps. `sidecar_cpu`: the core it is bound to. `start_timeout_s`: how long `spawn` waits for it (kernels
-    that must be compiled first do not count).
+    step; at most `max_in_flight` steps submitted and not yet applied. `spin_us`: how long an idle sidecar looks for
+    work before it sleeps. `sidecar_cpu`: the core it is bound to. `start_timeout_s`: how long `spawn` waits for it
+    (kernels that must be compiled first do not count).
     """
 
     max_num_reqs: int

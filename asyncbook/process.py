@@ -55,7 +55,7 @@ class SidecarProcess:
 
     def _start(self, segment_descriptor: int, lifetime_read: int) -> subprocess.Popen[bytes]:
         descriptors = (segment_descriptor, lifetime_read)
-        # -P: the runner's working directory is no place to import from. One BLAS thread: the sidecar has no use for any.
+        # -P: the runner's working directory is no place to import from. One BLAS thread: the sidecar needs none.
         command = [sys.executable, "-P", "-m", "asyncbook.worker", *map(str, descriptors)]
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with self._log_path.open("wb") as log:

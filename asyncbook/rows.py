@@ -14,7 +14,7 @@ from asyncbook.ipc.errors import BookFull, DuplicateRequest, InvalidRequest, Sta
 class Row(NamedTuple):
     """A handle: a place in the persistent batch, and how often it had been given out (or renamed) by then."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # the contract's name, for which tuple.index gives way
     generation: int
 
 

@@ -47,8 +47,8 @@ class Histogram:
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What a book has done. `submitted_tokens == committed_tokens + sum(dropped_tokens.values())`, always: nothing
-    vanishes. `dropped_tokens` by reason, `finished_requests` by `FinishReason`; `submit_us` is what `submit` took in the
-    runner (its messages: `messages`), `apply_us` what the bookkeeper took for a step, its outputs aside."""
+    vanishes. `dropped_tokens` by reason, `finished_requests` by `FinishReason`. `messages` were sent; `submit_us` is
+    what `submit` took in the runner, `apply_us` what the bookkeeper took for a step, its outputs aside."""
 
     submitted_steps: int
     applied_steps: int

@@ -20,10 +20,11 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 _WORD_BYTES = 8
+_intrinsic: Any = intrinsic  # called without its typing context, which its type does not tell
 _WORD_POINTER = ir.IntType(64).as_pointer()
 
 
-@intrinsic
+@_intrinsic
 def _atomic_load(typingctx: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], _WORD_POINTER), "acquire", _WORD_BYTES)
@@ -31,7 +32,7 @@ def _atomic_load(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@intrinsic
+@_intrinsic
 def _atomic_store(typingctx: Any, address: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], builder.inttoptr(args[0], _WORD_POINTER), "release", _WORD_BYTES)
@@ -40,7 +41,7 @@ def _atomic_store(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic
+@_intrinsic
 def _full_fence(typingctx: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -52,7 +53,7 @@ def _full_fence(typingctx: Any) -> Any:
 @njit("int64(int64)", cache=True)
 def load_acquire(address: int) -> int:
     """The int64 at `address`; what was written before it was release-stored is visible after this call."""
-    return _atomic_load(address)  # type: ignore[no-any-return]
+    return _atomic_load(address)
 
 
 @njit("void(int64, int64)", cache=True)
@@ -81,7 +82,7 @@ class Word:
 
     def load_acquire(self) -> int:
         """The value; what its writer wrote before it is visible after this call."""
-        return load_acquire(self._address)  # type: ignore[no-any-return]
+        return load_acquire(self._address)
 
 
 class OwnWord(Word):

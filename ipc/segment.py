@@ -7,6 +7,7 @@ unlinked the moment it exists. Either way the descriptor is the only way in, and
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -33,12 +34,9 @@ def _create_descriptor() -> int:
 
 def _seal(descriptor: int) -> None:
     if hasattr(fcntl, "F_ADD_SEALS"):
-        try:
+        # Not a memfd: POSIX shared memory has no seals, and no name any more by which a stranger could resize it.
+        with contextlib.suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        except (
-            OSError
-        ):  # not a memfd: POSIX shared memory has no seals, and no name by which a stranger could resize it
-            pass
 
 
 class Segment:

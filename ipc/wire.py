@@ -225,4 +225,4 @@ def decode_setup(data: memoryview | bytes) -> Setup:
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """The bytes of a C-contiguous array, without a copy."""
-    return memoryview(array).cast("B") if array.size else memoryview(b"")
+    return memoryview(array.data).cast("B") if array.size else memoryview(b"")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import config as numba_config
 
 KERNEL_SOURCES = ("jit.py", "kernels.py", "life.py", "rules.py", "scatter.py", "../ipc/layout.py", "../ipc/wire.py")
 
@@ -44,7 +45,7 @@ _kernels: list[tuple[Any, tuple[Any, ...]]] = []
 def _ensure_cache_folder() -> None:
     """numba caches beside the source, else under the user's cache folder; where neither can be written, a private
     folder of this user under the temporary directory."""
-    if numba.config.CACHE_DIR or os.access(Path(__file__).resolve().parent, os.W_OK):
+    if numba_config.CACHE_DIR or os.access(Path(__file__).resolve().parent, os.W_OK):
         return
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
@@ -59,14 +60,14 @@ def _ensure_cache_folder() -> None:
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         # Cached kernels are code: a folder that somebody else can write must not be read.
         folder = Path(tempfile.mkdtemp(prefix="asyncbook-kernels-"))
-    numba.config.CACHE_DIR = str(folder)
+    numba_config.CACHE_DIR = str(folder)
 
 
 _ensure_cache_folder()
 
 
 # Kernels only read and write the arrays they are given. Without numba's reference counting there is no atomic
-# increment a row and rule, which otherwise costs ten times the work itself. (A kernel that allocates would not compile.)
+# increment a row and rule, which otherwise costs ten times the work. (A kernel that allocates would not compile.)
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False}
 
 
@@ -76,8 +77,8 @@ def rule(function: Callable[..., Any]) -> Any:
 
 
 def kernel(*argument_types: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A kernel for exactly these argument types. `compile_all` compiles it, or loads it from the cache; a call with other
-    types is a TypeError, never a compilation in the middle of a step."""
+    """A kernel for exactly these argument types. `compile_all` compiles it, or loads it from the cache; a call with
+    other types is a TypeError, never a compilation in the middle of a step."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         function.__qualname__ = f"{function.__qualname__}_{SOURCE_DIGEST}"
