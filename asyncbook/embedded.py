@@ -26,14 +26,18 @@ class EmbeddedBook(Book):
         jit.compile_all()
         self._queue: deque[tuple[int, OutputColumns]] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self._enqueue)
+        self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self)
 
-    def _enqueue(self, step: int, columns: OutputColumns) -> bool:
-        if len(self._queue) >= MAX_QUEUED_OUTPUTS:
-            return False
-        self._queue.append((step, columns.copy()))
+    # The reader of the outputs: a queue until somebody polls
+
+    def has_room(self) -> bool:
+        """Whether one more step's outputs may be queued."""
+        return len(self._queue) < MAX_QUEUED_OUTPUTS
+
+    def deliver(self, step: int, columns: OutputColumns) -> None:
+        """Queues a step's outputs."""
+        self._queue.append((step, columns))
         self._wake_reader()
-        return True
 
     def _wake_reader(self) -> None:
         if self._waiter is not None and not self._waiter.done():

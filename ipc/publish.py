@@ -53,7 +53,7 @@ def _full_fence(typingctx: Any) -> Any:
 @njit("int64(int64)", cache=True)
 def load_acquire(address: int) -> int:
     """The int64 at `address`; what was written before it was release-stored is visible after this call."""
-    return _atomic_load(address)
+    return int(_atomic_load(address))
 
 
 @njit("void(int64, int64)", cache=True)

@@ -187,6 +187,7 @@ def schema_hash() -> str:
     return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()
 
 
+_NO_BYTES = memoryview(b"")
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 _event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
@@ -224,5 +225,5 @@ def decode_setup(data: memoryview | bytes) -> Setup:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of a C-contiguous array, without a copy."""
-    return memoryview(array.data).cast("B") if array.size else memoryview(b"")
+    """The bytes of a C-contiguous array, read-only, without a copy."""
+    return array.data.cast("B").toreadonly() if array.size else _NO_BYTES

@@ -3,8 +3,8 @@ the runner's process (embedded) and in the sidecar; only where messages come fro
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from time import monotonic_ns
+from typing import Protocol
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.columns import OutputColumns
@@ -13,31 +13,45 @@ from asyncbook.ipc.layout import Counter, Histogram, Layout, Stamp, Word
 from asyncbook.ipc.publish import OwnWord
 from asyncbook.worker.ledger import Ledger, Outcome, Tables
 
-# Takes what a step delivers, or says no: then it is kept, and comes again in a bigger piece.
-Deliver = Callable[[int, OutputColumns], bool]
+_COUNTER_OUTPUTS_DROPPED = int(Counter.OUTPUTS_DROPPED_REQUESTS)
+_STEP = Outcome.STEP  # an enum's member is looked up slowly, and this is looked up every step
+_STAMP_STEP, _STAMP_SEQ = int(Stamp.STEP), int(Stamp.APPLIED_SEQ)
+_STAMP_START_NS, _STAMP_END_NS = int(Stamp.APPLY_START_NS), int(Stamp.APPLY_END_NS)
 
-_STAMP_FIELDS = slice(0, len(Stamp))
+
+class Reader(Protocol):
+    """Where outputs go."""
+
+    def has_room(self) -> bool:
+        """Whether `deliver` may be called. Until then outputs are kept, and come in a bigger piece."""
+
+    def deliver(self, step: int, columns: OutputColumns) -> None:
+        """Takes what is new as of `step`."""
 
 
 class Bookkeeper:
     """The only writer of a segment."""
 
-    def __init__(self, layout: Layout, memory: memoryview, vocab_size: int, deliver: Deliver) -> None:
+    def __init__(self, layout: Layout, memory: memoryview, vocab_size: int, reader: Reader) -> None:
         self.ledger = Ledger(Tables(layout, memory), vocab_size)
         self._published_step = OwnWord(layout.words.view(memory), Word.PUBLISHED_STEP)
-        self._stamps = layout.stamps.view(memory)
+        self._stamps = list(layout.stamps.view(memory))
         self._counters = layout.counters.view(memory)
         self._apply_histogram = layout.histograms.view(memory)[Histogram.APPLY]
-        self._deliver = deliver
+        self._reader = reader
 
     def apply(self, message: wire.AnyCommand) -> Outcome:
         """Applies one message; a step is published. Raises `BadMessage`, with nothing changed."""
-        start_ns = time.monotonic_ns()
+        start_ns = monotonic_ns()
         outcome = self.ledger.apply(message)
-        if outcome is Outcome.STEP:
+        if outcome is _STEP:
             step = self.ledger.step
-            end_ns = time.monotonic_ns()
-            self._stamps[step % len(self._stamps), _STAMP_FIELDS] = (step, message.seq, start_ns, end_ns)
+            end_ns = monotonic_ns()
+            stamp = self._stamps[step % len(self._stamps)]
+            stamp[_STAMP_STEP] = step
+            stamp[_STAMP_SEQ] = message.seq
+            stamp[_STAMP_START_NS] = start_ns
+            stamp[_STAMP_END_NS] = end_ns
             self._apply_histogram[bucket_of(end_ns - start_ns)] += 1
             # Frame, table, stamp and counters are written; with this store, and not before, a reader looks at them.
             self._published_step.store_release(step)
@@ -48,8 +62,8 @@ class Bookkeeper:
         outbox = self.ledger.outbox
         if outbox.is_empty:
             return True
-        if not self._deliver(self.ledger.step, outbox.columns()):
-            self._counters[Counter.OUTPUTS_DROPPED_REQUESTS] = outbox.num_dropped_requests
+        if not self._reader.has_room():
+            self._counters[_COUNTER_OUTPUTS_DROPPED] = outbox.num_dropped_requests
             return False
-        outbox.mark_delivered()
+        self._reader.deliver(self.ledger.step, outbox.take())
         return True

@@ -26,7 +26,7 @@ class DutyCycle:
     ) -> None:
         self._channel = channel
         self._idle = idle
-        self._bookkeeper = Bookkeeper(layout, memory, vocab_size, self._send_outputs)
+        self._bookkeeper = Bookkeeper(layout, memory, vocab_size, self)
         self._counters = layout.counters.view(memory)
         words = layout.words.view(memory)
         self._applied_seq = OwnWord(words, Word.APPLIED_SEQ)
@@ -35,7 +35,7 @@ class DutyCycle:
         self._wake_at_step = SharedWord(layout.runner_words.view(memory), RunnerWord.WAKE_AT_STEP)
         self._woken_at_step = 0
         self._outputs_seq = 0
-        self._has_backlog = False
+        self._unsent: wire.Outputs | None = None
         self._logged_kinds: set[str] = set()
 
     def run(self) -> None:
@@ -47,9 +47,9 @@ class DutyCycle:
                 if self._apply(data) is Outcome.STOP:
                     return
             elif self._idle.should_sleep():
-                if self._has_backlog:
+                if self._unsent is not None and self.has_room():
                     self._flush()
-                if self._channel.wait_command(or_room_for_outputs=self._has_backlog):
+                if self._channel.wait_command(or_room_for_outputs=self._unsent is not None):
                     return  # the runner's end of the lifetime pipe is closed
 
     def _apply(self, data: bytes) -> Outcome | None:
@@ -66,8 +66,8 @@ class DutyCycle:
         return outcome
 
     def _flush(self) -> None:
-        self._has_backlog = not self._bookkeeper.flush()
-        self._outputs_sent.store_release(self._outputs_seq)
+        self._bookkeeper.flush()
+        self._outputs_sent.store_release(self._outputs_seq - (self._unsent is not None))
         self._flushed_step.store_release(self._bookkeeper.ledger.step)
 
     def _count_bad(self, reason: str) -> None:
@@ -89,9 +89,19 @@ class DutyCycle:
             self._woken_at_step = wake_at_step
             self._channel.send_event(wire.Wake(step))
 
-    def _send_outputs(self, step: int, columns: OutputColumns) -> bool:
+    # The reader of the outputs: the runner's socket, and one message that it did not take yet.
+
+    def has_room(self) -> bool:
+        """Whether the message before has gone out, at the latest now."""
+        if self._unsent is not None and self._channel.send_outputs(self._unsent):
+            self._unsent = None
+        return self._unsent is None
+
+    def deliver(self, step: int, columns: OutputColumns) -> None:
+        """Sends outputs, or keeps them as the one message to send next."""
+        self._outputs_seq += 1
         outputs = wire.Outputs(
-            self._outputs_seq + 1,
+            self._outputs_seq,
             step,
             wire.as_bytes(columns.request_nos),
             wire.as_bytes(columns.offsets),
@@ -100,6 +110,4 @@ class DutyCycle:
             wire.as_bytes(columns.stop_reasons),
         )
         if not self._channel.send_outputs(outputs):
-            return False
-        self._outputs_seq += 1
-        return True
+            self._unsent = outputs

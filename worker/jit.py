@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import config as numba_config
+from numba.core import config
 
 KERNEL_SOURCES = ("jit.py", "kernels.py", "life.py", "rules.py", "scatter.py", "../ipc/layout.py", "../ipc/wire.py")
 
@@ -36,6 +36,7 @@ def _ipc_folder() -> Path:
     return Path(asyncbook.ipc.__path__[0])
 
 
+_numba_config: Any = config  # its names are made at run time
 logger = logging.getLogger("asyncbook")
 
 SOURCE_DIGEST = _source_digest()
@@ -45,7 +46,7 @@ _kernels: list[tuple[Any, tuple[Any, ...]]] = []
 def _ensure_cache_folder() -> None:
     """numba caches beside the source, else under the user's cache folder; where neither can be written, a private
     folder of this user under the temporary directory."""
-    if numba_config.CACHE_DIR or os.access(Path(__file__).resolve().parent, os.W_OK):
+    if _numba_config.CACHE_DIR or os.access(Path(__file__).resolve().parent, os.W_OK):
         return
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
@@ -60,7 +61,7 @@ def _ensure_cache_folder() -> None:
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         # Cached kernels are code: a folder that somebody else can write must not be read.
         folder = Path(tempfile.mkdtemp(prefix="asyncbook-kernels-"))
-    numba_config.CACHE_DIR = str(folder)
+    _numba_config.CACHE_DIR = str(folder)
 
 
 _ensure_cache_folder()

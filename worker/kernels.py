@@ -143,7 +143,7 @@ def apply_step(work, token_ids, is_token_ids, stop_ids, counters, row_counters, 
     `sampled` int32 [n, w], `drafts` int32 [n, k] (k = 0: none were given), `takes_drafts` bool [>= n] is scratch."""
     retire_drafts(work, token_ids, is_token_ids, lists, lengths)
     for i in range(batch.shape[1]):
-        row = batch[BATCH_ROW, i]
+        row = np.uintp(batch[BATCH_ROW, i])  # unsigned: an index that cannot count from the end needs no check for it
         num_outputs_before = work[OUTPUTS, row]
         change = rules.step_row(
             work, token_ids, is_token_ids, stop_ids, counters, row_counters, sampled[i], row,
@@ -184,39 +184,30 @@ def clear_row(work, token_ids, is_token_ids, row_counters, lists, lengths, row):
 
 
 @kernel(_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT64, _INT64, _INT32, _INT32, _UINT8, _INT32)
-def gather_pending(work, token_ids, lists, lengths, request_nos, out_request_nos, out_offsets, out_token_ids,
-                   out_finish_reasons, out_stop_reasons):  # fmt: skip
-    """Columns of what is to be delivered, in the order in which the rows got it, and the number of its token ids; where
-    `out_token_ids` is too short, only the number. Changes nothing but the out arrays."""
-    num_token_ids = 0
+def take_pending(work, token_ids, lists, lengths, request_nos, out_request_nos, out_offsets, out_token_ids,
+                 out_finish_reasons, out_stop_reasons):  # fmt: skip
+    """Columns of what is to be delivered, in the order in which the rows got it, and the number of its token ids. From
+    here on it counts as delivered, unless `out_token_ids` is shorter than that number: then nothing has changed."""
+    end = 0
     out_offsets[0] = 0
     for index in range(lengths[PENDING]):
-        row = lists[PENDING, index]
-        num_token_ids += work[OUTPUTS, row] - work[NUM_DELIVERED, row]
+        row = np.uintp(lists[PENDING, index])
+        prompt = work[PROMPT, row]
+        num_written = work[NO_SPEC, row] - prompt  # outputs in the table; one more may be in a column only
+        first, last = work[NUM_DELIVERED, row], work[OUTPUTS, row]
+        if end + last - first <= out_token_ids.shape[0]:
+            for output in range(first, last):
+                token_id = token_ids[row, prompt + output] if output < num_written else work[LAST_TOKEN_ID, row]
+                out_token_ids[end + output - first] = token_id
+        end += last - first
         out_request_nos[index] = request_nos[row]
-        out_offsets[index + 1] = num_token_ids
+        out_offsets[index + 1] = end
         out_finish_reasons[index] = np.uint8(work[FINISH_REASON, row])
         out_stop_reasons[index] = work[STOP_REASON, row]
-    if num_token_ids > out_token_ids.shape[0]:
-        return num_token_ids
-    end = 0
-    for index in range(lengths[PENDING]):
-        row = lists[PENDING, index]
-        num_written = work[NO_SPEC, row] - work[PROMPT, row]  # outputs in the table; one more may only be in a column
-        for output in range(work[NUM_DELIVERED, row], work[OUTPUTS, row]):
-            if output < num_written:
-                out_token_ids[end] = token_ids[row, work[PROMPT, row] + output]
-            else:
-                out_token_ids[end] = work[LAST_TOKEN_ID, row]
-            end += 1
-    return num_token_ids
-
-
-@kernel(_INT32_2D, _INT32_2D, _INT64)
-def mark_delivered(work, lists, lengths):
-    """The reader has what `gather_pending` gathered."""
-    for index in range(lengths[PENDING]):
-        row = lists[PENDING, index]
-        work[NUM_DELIVERED, row] = work[OUTPUTS, row]
-        work[IS_PENDING, row] = 0
-    lengths[PENDING] = 0
+    if end <= out_token_ids.shape[0]:
+        for index in range(lengths[PENDING]):
+            row = np.uintp(lists[PENDING, index])
+            work[NUM_DELIVERED, row] = work[OUTPUTS, row]
+            work[IS_PENDING, row] = 0
+        lengths[PENDING] = 0
+    return end

@@ -29,12 +29,6 @@ class Outcome(IntEnum):
     STOP = 3
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
-    """The view with the type that kernels are compiled for, whatever memory it came in."""
-    array.flags.writeable = False
-    return array
-
-
 class Tables:
     """Views of a segment that its bookkeeper writes: the table, the frame ring and the counters."""
 
@@ -69,7 +63,7 @@ class Ledger:
         self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths)
         self._takes_drafts = np.zeros(num_rows, np.bool_)
         self._narrowed = np.zeros(num_rows * (1 + layout.num_spec_tokens), np.int32)
-        self._no_drafts = _read_only(np.zeros((num_rows, 0), np.int32))
+        self._no_drafts = np.ndarray((num_rows, 0), np.int32, b"")
         self._batches: list[np.ndarray | None] = [None] * wire.NUM_BATCH_SLOTS
         self._handlers: dict[type[wire.Command], Callable[..., Outcome]] = {
             wire.Step: self._step,
@@ -136,15 +130,16 @@ class Ledger:
         return Outcome.STEP
 
     def _ids(self, data: memoryview, num_rows: int, width: int, wide: bool) -> np.ndarray:
-        """int32 [num_rows, width]; a wide id that is no int32 becomes the least one."""
+        """int32 [num_rows, width], read-only as messages are; a wide id that is no int32 becomes the least one."""
         itemsize = 8 if wide else 4
         if not 0 <= width <= 1 + self.tables.layout.num_spec_tokens or len(data) != num_rows * width * itemsize:
             raise BadMessage(f"{len(data)} bytes of ids, expected {num_rows} rows of {width} ids of {itemsize} bytes")
         if not wide:
-            return _read_only(np.frombuffer(data, np.int32).reshape(num_rows, width))
+            return np.ndarray((num_rows, width), np.int32, data)
         ids = self._narrowed[: num_rows * width].reshape(num_rows, width)
-        kernels.narrow(_read_only(np.frombuffer(data, np.int64).reshape(num_rows, width)), ids)
-        return _read_only(ids)
+        kernels.narrow(np.ndarray((num_rows, width), np.int64, data), ids)
+        ids.flags.writeable = False
+        return ids
 
     # The life of a row
 
@@ -201,7 +196,7 @@ class Ledger:
         tables.is_token_ids[row, :num_tokens] = True
         if is_prompt_token_ids is not None:
             tables.is_token_ids[row, : prompt.size] = is_prompt_token_ids
-        self.outbox.open(row, message.request_no, message.request_id)
+        self.outbox.open(row, message.request_no)
         self._touch(row)
         self._finish_at_admission(row, outputs)
         tables.counters[Counter.ADMITTED] += 1

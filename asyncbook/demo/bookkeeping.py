@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+
 import asyncbook
-from asyncbook import BookConfig, RequestParams
+from asyncbook import BookConfig, RequestParams, Row, SpecDecodeStats
 from asyncbook.demo.loop import LoopBook
 from asyncbook.demo.timeline import Timeline
 
-WAYS = ("loop", "embedded", "sidecar")
 COLUMNS = (
     "num_prompt_tokens",
     "num_tokens_no_spec",
@@ -29,20 +30,27 @@ COLUMNS = (
 class Bookkeeping(Protocol):
     """The part of a book that the runner calls."""
 
-    def admit(self, request_id: str, prompt_token_ids: Sequence[int], params: RequestParams) -> Any: ...
+    def admit(self, request_id: str, prompt_token_ids: Sequence[int], params: RequestParams) -> Row: ...
     def batch(self, rows: Any, *, num_scheduled_tokens: Any, num_draft_tokens: Any) -> Any: ...
     def submit(self, batch: Any, sampled_token_ids: Any, *, draft_token_ids: Any) -> int: ...
-    def wait_applied(self, step: int, timeout_s: float | None = None) -> Any: ...
+    def wait_applied(self, step: int, timeout_s: float | None = None) -> None: ...
     def frame(self, step: int) -> Any: ...
     def poll_outputs(self) -> Any: ...
-    def output_token_ids(self, row: Any) -> Any: ...
-    def release(self, row: Any) -> Any: ...
-    def spec_decode_stats(self) -> Any: ...
+    def output_token_ids(self, row: Row) -> np.ndarray: ...
+    def release(self, row: Row) -> None: ...
+    def spec_decode_stats(self) -> SpecDecodeStats: ...
 
 
 def open_way(way: str, config: BookConfig) -> AbstractContextManager[Bookkeeping]:
-    """A book of one of the `WAYS`."""
-    return {"loop": LoopBook, "embedded": asyncbook.open, "sidecar": asyncbook.spawn}[way](config)
+    """`way` is "loop", "embedded" or "sidecar"."""
+    match way:
+        case "loop":
+            return LoopBook(config)
+        case "embedded":
+            return asyncbook.open(config)
+        case "sidecar":
+            return asyncbook.spawn(config)
+    raise ValueError(f"{way!r} is not a way to keep the books")
 
 
 class Metered:
@@ -53,7 +61,7 @@ class Metered:
         self.spec_decode_stats = book.spec_decode_stats
         self.output_token_ids = book.output_token_ids
 
-    def admit(self, request_id: str, prompt_token_ids: Sequence[int], params: RequestParams) -> Any:
+    def admit(self, request_id: str, prompt_token_ids: Sequence[int], params: RequestParams) -> Row:
         with self._timeline.span("admit"):
             return self._book.admit(request_id, prompt_token_ids, params)
 
@@ -65,9 +73,9 @@ class Metered:
         with self._timeline.span("submit"):
             return self._book.submit(batch, sampled_token_ids, draft_token_ids=draft_token_ids)
 
-    def wait_applied(self, step: int, timeout_s: float | None = None) -> Any:
+    def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         with self._timeline.span("wait"):
-            return self._book.wait_applied(step, timeout_s)
+            self._book.wait_applied(step, timeout_s)
 
     def frame(self, step: int) -> Any:
         with self._timeline.span("frame"):
@@ -77,6 +85,6 @@ class Metered:
         with self._timeline.span("outputs"):
             return self._book.poll_outputs()
 
-    def release(self, row: Any) -> Any:
+    def release(self, row: Row) -> None:
         with self._timeline.span("release"):
-            return self._book.release(row)
+            self._book.release(row)

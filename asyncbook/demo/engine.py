@@ -22,7 +22,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.int().to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if tensor.is_cuda else None
+        self._arrived = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
         if self._arrived is not None:
             self._arrived.record()
 

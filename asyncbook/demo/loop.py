@@ -13,7 +13,6 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from asyncbook import BookConfig, FinishReason, RequestParams, Row, SpecDecodeStats
-from asyncbook.outputs import RequestDelta
 
 
 class LoopBatch(NamedTuple):
@@ -22,6 +21,15 @@ class LoopBatch(NamedTuple):
     rows: list[Row]
     num_scheduled_tokens: list[int]
     num_draft_tokens: list[int]
+
+
+class LoopOutput(NamedTuple):
+    """What a step delivers of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | None
 
 
 @dataclass
@@ -61,7 +69,7 @@ class LoopBook:
         self._tenants: dict[int, Tenant] = {}
         self._drafted: list[int] = []  # rows whose table holds drafts
         self._free = list(range(rows))
-        self._outputs: list[list[RequestDelta]] = []
+        self._outputs: list[list[LoopOutput]] = []
         self._drafts = self._draft_tokens = self._accepted = self._emitted = 0
         self._accepted_per_pos = [0] * config.num_spec_tokens
         self._step = 0
@@ -110,7 +118,7 @@ class LoopBook:
     def output_token_ids(self, row: Row) -> np.ndarray:
         return self._token_ids[row.index, self.num_prompt_tokens[row.index] : self.num_tokens_no_spec[row.index]]
 
-    def poll_outputs(self) -> list[list[RequestDelta]]:
+    def poll_outputs(self) -> list[list[LoopOutput]]:
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -121,7 +129,7 @@ class LoopBook:
     def submit(self, batch: LoopBatch, sampled_token_ids: np.ndarray, *, draft_token_ids: np.ndarray) -> int:
         """Applies a step, row by row. `sampled_token_ids` [n, 1+K] and `draft_token_ids` [n, K], padded with -1."""
         start_ns = time.monotonic_ns()
-        outputs: list[RequestDelta] = []
+        outputs: list[LoopOutput] = []
         for index in self._drafted:
             self._drop_drafts(index)
         self._drafted.clear()
@@ -202,10 +210,10 @@ class LoopBook:
         self.num_tokens[index] = end
         self._drafted.append(index)
 
-    def _delta(self, index: int, kept: list[int], tenant: Tenant) -> RequestDelta:
+    def _delta(self, index: int, kept: list[int], tenant: Tenant) -> LoopOutput:
         stop_reason = int(self.stop_reason[index])
         reason = FinishReason(int(self.finish_reason[index]))
-        return RequestDelta(tenant.request_id, kept, reason, None if stop_reason == -1 else stop_reason)
+        return LoopOutput(tenant.request_id, kept, reason, None if stop_reason == -1 else stop_reason)
 
 
 def _before_padding(ids: list[int]) -> list[int]:

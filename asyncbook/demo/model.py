@@ -64,7 +64,7 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        self.head_dim = config.head_dim
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.attn_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.attn_q = nn.Linear(hidden, q_size, bias=False)
@@ -81,23 +81,24 @@ class Block(nn.Module):
 
         The query heads that share a key head are folded into the query's length: no key is copied for them.
         """
-        b, t = q.shape[:2]
-        group = q.shape[2] // self.num_kv_heads
-        folded = q.unflatten(2, (self.num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        b, t, num_heads, head_dim = q.shape
+        num_kv_heads, group = k.shape[1], num_heads // k.shape[1]
+        folded = q.view(b, t, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask.repeat(1, 1, group, 1))
-        return out.unflatten(2, (group, t)).permute(0, 3, 1, 2, 4).reshape(b, t, -1)
+        return out.view(b, num_kv_heads, group, t, head_dim).permute(0, 3, 1, 2, 4).reshape(b, t, -1)
 
     def forward(
         self, x: Tensor, positions: Tensor, rotary: Rotary, cache: KVCache, layer: int, rows: slice, mask: Tensor
     ) -> Tensor:
         """`x` [b, t, hidden]; the b rows of the cache are `rows`."""
         h = self.attn_norm(x)
-        q, k, v = (p(h).unflatten(-1, (-1, self.head_dim)) for p in (self.attn_q, self.attn_k, self.attn_v))
+        q, k, v = (p(h).view(*x.shape[:2], -1, self.head_dim) for p in (self.attn_q, self.attn_k, self.attn_v))
         q, k = rotary(q, positions), rotary(k, positions)
         cache.write(layer, rows, positions, k, v)
         x = x + self.attn_output(self.attend(q, cache.k[layer, rows], cache.v[layer, rows], mask))
         h = self.ffn_norm(x)
-        return x + self.ffn_down(F.silu(self.ffn_gate(h)) * self.ffn_up(h))
+        out: Tensor = x + self.ffn_down(F.silu(self.ffn_gate(h)) * self.ffn_up(h))
+        return out
 
 
 class Llama(nn.Module):
@@ -116,10 +117,11 @@ class Llama(nn.Module):
         A query sees every position of its row up to its own: they are in the cache from before, or among `positions`.
         """
         mask = cache.positions[None, None, None, :] <= positions[:, None, :, None]
-        x = self.token_embd(token_ids)
+        x: Tensor = self.token_embd(token_ids)
         for layer, block in enumerate(self.blk):
             x = block(x, positions, rotary, cache, layer, rows, mask)
-        return self.output_norm(x)
+        hidden: Tensor = self.output_norm(x)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab]."""
@@ -133,5 +135,5 @@ def random_llama(config: LlamaConfig, seed: int) -> Llama:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5 * 2.0)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5 * 1.1)
     return model.eval()

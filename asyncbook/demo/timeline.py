@@ -31,7 +31,7 @@ class Span:
 class Timeline:
     """One way's spans. `step` is the step that the runner is at."""
 
-    step: int = 0
+    step: int = 1
     runner: list[Span] = field(default_factory=list)
     bookkeeper: list[Span] = field(default_factory=list)
     device: list[Span] = field(default_factory=list)
@@ -71,7 +71,7 @@ class DeviceClock:
 
     @staticmethod
     def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -65,6 +65,6 @@ def load_smollm2(path: Path) -> tuple[Llama, Tokenizer]:
 def load(name: str, device: torch.device) -> tuple[Llama, Tokenizer]:
     """`name` is "smollm2" or "random"; raises `ModelMissing`."""
     if name == "random":
-        return random_llama(LlamaConfig(), seed=0).to(device), ByteTokenizer()
+        return random_llama(LlamaConfig(), seed=1).to(device), ByteTokenizer()
     model, tokenizer = load_smollm2(smollm2_path())
     return model.to(device), tokenizer
