@@ -98,11 +98,16 @@ class BatchSlots:
         self._next_slot = (self._next_slot + 1) % NUM_BATCH_SLOTS
 
 
+_ID_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+
+
 def check_ids(name: str, ids: Any, num_rows: int, most_width: int) -> np.ndarray:
     """Ids as a C-contiguous int32 or int64 array of [num_rows] or [num_rows, width]. Raises `InvalidBatch`."""
     if type(ids) is not np.ndarray:
         ids = _as_numpy(name, ids)
-    if ids.dtype != np.int32 and ids.dtype != np.int64:
+    elif ids.shape == (num_rows,) and ids.dtype in _ID_DTYPES and ids.flags.c_contiguous:
+        return ids
+    if ids.dtype not in _ID_DTYPES:
         raise InvalidBatch(f"{name} is {ids.dtype}, expected int32 or int64")
     shape = ids.shape
     if not (len(shape) == 1 or (len(shape) == 2 and 1 <= shape[1] <= most_width)) or shape[0] != num_rows:

@@ -6,9 +6,9 @@ changed nothing. Where messages go, and how to wait for them, is left to `Embedd
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
+from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Self
 
@@ -59,7 +59,9 @@ class Book(ABC):
         self._rows = RowRegistry(config.max_num_reqs)
         self._names = RequestNames()
         self._slots = BatchSlots()
-        self._submit_histogram = np.zeros(NUM_HISTOGRAM_BUCKETS, np.int64)
+        self._submit_histogram = [0] * NUM_HISTOGRAM_BUCKETS
+        self._max_in_flight = config.max_in_flight
+        self._max_width = 1 + config.num_spec_tokens
         self._submitted_step = 0
         self._known_applied_step = 0
         self._seq = 0
@@ -215,26 +217,23 @@ class Book(ABC):
         `draft_token_ids`: the next step's drafts, [n] or [n, 1 to num_spec_tokens]. Both may be overwritten as soon as
         this returns. Raises `InvalidBatch`; `InFlightFull` when `max_in_flight` steps are not yet applied.
         """
-        start_ns = time.monotonic_ns()
+        start_ns = monotonic_ns()
         if logprobs is not None:
             raise NotImplementedError("logprobs are not part of this version of asyncbook yet")
         n = len(batch.rows)
-        num_spec_tokens = self.config.num_spec_tokens
-        sampled = check_ids("sampled_token_ids", sampled_token_ids, n, 1 + num_spec_tokens)
+        sampled = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
         drafts = None if draft_token_ids is None else self._check_drafts(draft_token_ids, n)
-        if not self._has_room():
-            raise InFlightFull(
-                f"step {self._submitted_step + 1} does not fit: step {self._known_applied_step} is applied, "
-                f"at most {self.config.max_in_flight} may be in flight"
-            )
-        seq = self._next_seq()
-        if not self._slots.is_known(batch):
-            self._post(wire.DescribeBatch(seq, self._slots.next_slot, wire.as_bytes(batch.fields)))
-            self._slots.remember(batch)
-            seq += 1
         step = self._submitted_step + 1
+        if step - self._known_applied_step > self._max_in_flight and step - self.applied_step > self._max_in_flight:
+            raise InFlightFull(
+                f"step {step} does not fit: step {self._known_applied_step} is applied, "
+                f"at most {self._max_in_flight} may be in flight"
+            )
+        if not self._slots.is_known(batch):
+            self._post(wire.DescribeBatch(self._next_seq(), self._slots.next_slot, wire.as_bytes(batch.fields)))
+            self._slots.remember(batch)
         message = wire.Step(
-            seq,
+            self._next_seq(),
             step,
             batch.slot,
             sampled.shape[1] if sampled.ndim == 2 else 1,
@@ -245,7 +244,7 @@ class Book(ABC):
         )
         self._post(message)
         self._submitted_step = step
-        self._submit_histogram[bucket_of(time.monotonic_ns() - start_ns)] += 1
+        self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
         return step
 
     def _check_drafts(self, draft_token_ids: Any, n: int) -> np.ndarray:
@@ -256,24 +255,17 @@ class Book(ABC):
             drafts = np.clip(drafts, INT32_MIN, INT32_MAX).astype(np.int32)
         return drafts.reshape(n, -1) if n else drafts.reshape(0, 1)
 
-    def _has_room(self) -> bool:
-        if self._submitted_step - self._known_applied_step < self.config.max_in_flight:
-            return True
-        return self._submitted_step - self.applied_step < self.config.max_in_flight
-
     def _room_step(self) -> int:
         """The step whose application makes room for one more."""
-        return self._submitted_step + 1 - self.config.max_in_flight
+        return self._submitted_step + 1 - self._max_in_flight
 
     def wait_room(self, timeout_s: float | None = None) -> None:
         """Until one more `submit` fits. Raises `SidecarTimeout`, `SidecarDied`."""
-        if not self._has_room():
-            self.wait_applied(self._room_step(), timeout_s)
+        self.wait_applied(self._room_step(), timeout_s)
 
     async def room(self) -> None:
         """`wait_room` for an event loop."""
-        if not self._has_room():
-            await self.applied(self._room_step())
+        await self.applied(self._room_step())
 
     def _check_submitted(self, step: int) -> None:
         if step > self._submitted_step:
@@ -351,7 +343,7 @@ class Book(ABC):
             replayed_messages=int(counters[Counter.REPLAYED_MESSAGES]),
             stale_messages=int(counters[Counter.STALE_MESSAGES]),
             bad_messages=int(counters[Counter.BAD_MESSAGES]),
-            submit_us=Histogram(self._submit_histogram.copy()),
+            submit_us=Histogram(np.array(self._submit_histogram, np.int64)),
             apply_us=Histogram(self._histograms[HistogramRow.APPLY].copy()),
         )
 

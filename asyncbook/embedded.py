@@ -17,18 +17,12 @@ from asyncbook.worker.bookkeeper import Bookkeeper
 MAX_QUEUED_OUTPUTS = 512  # steps that wait for the reader one by one; beyond that they come in bigger pieces
 
 
-class EmbeddedBook(Book):
-    """Keeps the book in the runner's own thread."""
+class OutputQueue:
+    """Outputs between a step and the poll that asks for them."""
 
-    def __init__(self, config: BookConfig) -> None:
-        super().__init__(config)
-        jit.announce_compilation()
-        jit.compile_all()
+    def __init__(self) -> None:
         self._queue: deque[tuple[int, OutputColumns]] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self)
-
-    # The reader of the outputs: a queue until somebody polls
 
     def has_room(self) -> bool:
         """Whether one more step's outputs may be queued."""
@@ -37,11 +31,35 @@ class EmbeddedBook(Book):
     def deliver(self, step: int, columns: OutputColumns) -> None:
         """Queues a step's outputs."""
         self._queue.append((step, columns))
-        self._wake_reader()
+        self.wake_reader()
 
-    def _wake_reader(self) -> None:
+    def take(self) -> list[tuple[int, OutputColumns]]:
+        """All that is queued."""
+        taken = list(self._queue)
+        self._queue.clear()
+        return taken
+
+    async def wait(self) -> None:
+        """Until something is queued, or `wake_reader`."""
+        if not self._queue:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def wake_reader(self) -> None:
+        """Ends a `wait`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class EmbeddedBook(Book):
+    """Keeps the book in the runner's own thread."""
+
+    def __init__(self, config: BookConfig) -> None:
+        super().__init__(config)
+        jit.announce_compilation()
+        jit.compile_all()
+        self._queue = OutputQueue()
+        self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self._queue)
 
     def _send(self, message: wire.AnyCommand) -> None:
         self._bookkeeper.apply(message)
@@ -54,22 +72,18 @@ class EmbeddedBook(Book):
         self._check_submitted(step)
 
     def poll_outputs(self) -> list[StepOutputs]:
-        if not self._is_closed:
-            self._bookkeeper.flush()
-        outputs = [self._names.step_outputs(step, columns) for step, columns in self._queue]
-        self._queue.clear()
-        return outputs
+        taken = self._queue.take()
+        if not self._is_closed and self._bookkeeper.flush():
+            taken += self._queue.take()  # what the full queue had no room for
+        return [self._names.step_outputs(step, columns) for step, columns in taken]
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
         while True:
             for step_outputs in self.poll_outputs():
                 yield step_outputs
-            if self._queue:
-                continue
             if self._is_closed:
                 return
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._queue.wait()
 
     @property
     def sidecar_pid(self) -> None:
@@ -79,4 +93,4 @@ class EmbeddedBook(Book):
         if not self._is_closed:
             self._is_closed = True
             self._segment.close()
-            self._wake_reader()
+            self._queue.wake_reader()

@@ -1,6 +1,6 @@
 """The slow and obvious book: docs/ledger.md in plain Python, in the order of that page.
 
-It applies every call at once and keeps every frame. Nothing in it is meant to be fast; it is the check on what is.
+It applies every call at once. Nothing in it is meant to be fast; it is the check on what is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 NO_REASON = -1
-LEAST_INT32 = -(2**31)
+LEAST_INT32, MOST_INT32 = -(2**31), 2**31 - 1
 DROP_REASONS = ("stale", "finished", "preempted", "partial_prefill", "overscheduled", "invalid", "after_finish")
 COLUMNS: dict[str, type[np.generic]] = {
     "num_prompt_tokens": np.int32,
@@ -34,39 +34,15 @@ COLUMNS: dict[str, type[np.generic]] = {
 class Finish(IntEnum):
     """Values of the column `finish_reason`."""
 
-    NONE = 0
-    STOP = 1
-    LENGTH = 2
-    ABORT = 3
-    ERROR = 4
+    NONE, STOP, LENGTH, ABORT, ERROR = range(5)
 
 
-class State(Enum):
-    """The rows of "The life of a row"."""
-
-    FREE = "free"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
-    DROPPING = "dropping"
-    FINISHED = "finished"
-
-
-class Event(Enum):
-    """The columns of "The life of a row"; preempt comes in its two kinds."""
-
-    ADMIT = "admit"
-    STEP = "step"
-    ABORT = "abort"
-    PREEMPT = "preempt"
-    PREEMPT_DROP = "preempt, drop_in_flight"
-    RESUME = "resume"
-    REWIND = "rewind"
-    RELEASE = "release"
-
-
+State = Enum("State", "FREE RUNNING PREEMPTED DROPPING FINISHED")
+Event = Enum("Event", "ADMIT STEP ABORT PREEMPT PREEMPT_DROP RESUME REWIND RELEASE")
 S, E = State, Event
-# (state, event) -> (next state, effect). A pair that is missing is a "-" of the page. What a step finishes goes to
-# FINISHED from inside the rules. For an effect "drop X" the ids of the step are dropped and counted as X.
+# "The life of a row", (state, event) -> (next state, effect); preempt comes in its two kinds. A pair that is missing is
+# a "-" of the page. What a step finishes goes to FINISHED from inside the rules. For an effect "drop X" the ids of the
+# step are dropped and counted as X.
 LIFE: dict[tuple[State, Event], tuple[State, str]] = {
     (S.FREE, E.ADMIT): (S.RUNNING, "admit"),
     (S.FREE, E.STEP): (S.FREE, "drop stale"),
@@ -181,12 +157,14 @@ class RowState:
     finish_reason: int = 0
     state: State = State.FREE  # as the book has it
     asked: State = State.FREE  # as the client has it: moved by calls only, never by a step
+    admit_generation: int = 0
     remembered: int = 0  # how far `computed` had come, while preempted
+    given: int | None = None  # how many drafts the last step's submit gave this row, None where the book took none
+    verifies: int | None = None  # the same of the step before, while the next one is applied
     request_id: str = ""
     params: Any = DEFAULT_PARAMS
     undelivered: list[int] = field(default_factory=list)
     finish_delivered: bool = False
-    stats: ReferenceSpecStats = field(default_factory=lambda: ReferenceSpecStats([]))
 
 
 def verified_ids(ids: list[int]) -> list[int]:
@@ -197,7 +175,7 @@ def verified_ids(ids: list[int]) -> list[int]:
 def stops(params: Any, token_id: int, outputs_before: int) -> bool:
     """Step, rule 3, first match: a stop or end-of-sequence id, once `min_tokens` outputs came before it."""
     eos = params.eos_token_id
-    eos_ids = [] if eos is None else [int(eos)] if isinstance(eos, int | np.integer) else list(eos)
+    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     named = token_id in list(params.stop_token_ids) or (token_id in eos_ids and not params.ignore_eos)
     return named and outputs_before >= params.min_tokens
 
@@ -205,7 +183,7 @@ def stops(params: Any, token_id: int, outputs_before: int) -> bool:
 def as_rows(samples: Any) -> list[list[int]]:
     """[n] or [n, w], lists or numpy, as n lists of Python ints."""
     rows = samples.tolist() if isinstance(samples, np.ndarray) else samples
-    return [[int(row)] if isinstance(row, int | np.integer) else [int(token_id) for token_id in row] for row in rows]
+    return [[row] if isinstance(row, int) else list(row) for row in rows]
 
 
 def refuse_if(wrong: bool, name: str, message: str) -> None:
@@ -215,7 +193,7 @@ def refuse_if(wrong: bool, name: str, message: str) -> None:
 
 
 class ReferenceBook:
-    """docs/ledger.md, one call at a time."""
+    """docs/ledger.md, one call at a time. Keeps as many frames as the contract lets a reader hold."""
 
     def __init__(self, *, max_num_reqs: int, max_model_len: int, vocab_size: int, num_spec_tokens: int = 0,
                  max_in_flight: int = 2) -> None:  # fmt: skip
@@ -223,19 +201,18 @@ class ReferenceBook:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.num_spec_tokens = num_spec_tokens
-        self.max_in_flight = max_in_flight  # every step is applied at once, so the bound is never met
+        self.num_frames = max_in_flight + 2
         self.step = 0
         self.dropped = dict.fromkeys(DROP_REASONS, 0)
+        self.finished = dict.fromkeys(Finish, 0)
         self.num_submitted_tokens = 0
         self.num_committed_tokens = 0
         self.num_invalid_draft_tokens = 0
         self._rows = [self._free_row(0) for _ in range(max_num_reqs)]
         self._live: dict[str, int] = {}  # request_id -> index, while the id is taken
-        self._given: dict[int, int] = {}  # index -> drafts that the previous step's submit gave for this row
         self._stats = ReferenceSpecStats([0] * num_spec_tokens)
-        self._request_stats: dict[str, ReferenceSpecStats] = {}
         self._queue: list[ReferenceOutputs] = []
-        self._frames = [self._take_frame()]
+        self._frames = {0: self._take_frame()}
 
     # Columns, tables, and what a row starts with
 
@@ -252,8 +229,16 @@ class ReferenceBook:
     def frame(self, step: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """All columns as of a step, by default the last one."""
         wanted = self.step if step is None else step
-        refuse_if(not 0 <= wanted <= self.step, "NotApplied", f"step {wanted}, applied {self.step}")
-        return {name: column.copy() for name, column in self._frames[wanted].items()}
+        refuse_if(wanted > self.step, "NotApplied", f"step {wanted}, applied {self.step}")
+        refuse_if(wanted not in self._frames, "FrameExpired", f"step {wanted}, applied {self.step}")
+        return self._frames[wanted]
+
+    def token_ids(self, row: tuple[int, int]) -> list[int]:
+        """Committed ids of a row as of the latest frame, which must know of the row's admission."""
+        state = self._check_handle(row)
+        frame = self.frame()
+        refuse_if(frame["generation"][row[0]] < state.admit_generation, "NotApplied", f"row {row} was admitted since")
+        return state.token_ids[: frame["num_tokens_no_spec"][row[0]]]
 
     def token_ids_table(self) -> npt.NDArray[np.int32]:
         """The table `token_ids` of this moment."""
@@ -267,9 +252,8 @@ class ReferenceBook:
               output_token_ids: Sequence[int] = (), num_computed_tokens: int = 0,
               prompt_is_token_ids: Sequence[bool] | None = None) -> Row:  # fmt: skip
         """The refusals, then `admit`, then "Re-admission whose earlier outputs end the request"."""
-        prompt = [int(token_id) for token_id in prompt_token_ids]
-        outputs = [int(token_id) for token_id in output_token_ids]
-        is_ids = [True] * len(prompt) if prompt_is_token_ids is None else [bool(flag) for flag in prompt_is_token_ids]
+        prompt, outputs = list(prompt_token_ids), list(output_token_ids)
+        is_ids = [True] * len(prompt) if prompt_is_token_ids is None else list(prompt_is_token_ids)
         self._check_request(prompt, outputs, params, num_computed_tokens, is_ids)
         refuse_if(request_id in self._live, "DuplicateRequest", f"{request_id} is live")
         free = [index for index, row in enumerate(self._rows) if row.asked is State.FREE]
@@ -279,10 +263,10 @@ class ReferenceBook:
         row.asked = LIFE[row.asked, Event.ADMIT][0]
         row.state = LIFE[row.state, Event.ADMIT][0]
         row.generation += 1
+        row.admit_generation = row.generation
         everything = prompt + outputs
-        for position, token_id in enumerate(everything):
-            row.token_ids[position] = token_id
-            row.is_token_ids[position] = is_ids[position] if position < len(prompt) else True
+        row.token_ids[: len(everything)] = everything
+        row.is_token_ids[: len(everything)] = is_ids + [True] * len(outputs)
         row.num_prompt_tokens = len(prompt)
         row.num_tokens = row.num_tokens_no_spec = len(everything)
         row.num_computed_tokens = num_computed_tokens
@@ -291,9 +275,7 @@ class ReferenceBook:
         row.stop_reason = NO_REASON
         row.request_id = request_id
         row.params = params
-        row.stats = self._request_stats[request_id] = ReferenceSpecStats([0] * self.num_spec_tokens)
         self._live[request_id] = index
-        self._given.pop(index, None)
         if outputs and stops(params, outputs[-1], len(outputs) - 1):
             self._finish(row, Finish.STOP, outputs[-1])
         elif outputs and len(everything) >= self.max_model_len:
@@ -303,18 +285,18 @@ class ReferenceBook:
 
     def _check_request(self, prompt: list[int], outputs: list[int], params: Any, computed: int,
                        is_ids: list[bool]) -> None:  # fmt: skip
-        """What the client refuses of a request, whatever the book holds."""
+        """What the client refuses of a request, whatever the book holds. Of several mistakes the first is named."""
         limit = params.max_tokens
         total = len(prompt) + len(outputs)
-        refuse_if(not prompt, "InvalidRequest", "an empty prompt")
         refuse_if(limit is not None and limit < 1, "InvalidRequest", f"max_tokens {limit}")
-        refuse_if(limit is not None and len(outputs) >= limit, "InvalidRequest", f"outputs meet max_tokens {limit}")
         refuse_if(params.min_tokens < 0, "InvalidRequest", f"min_tokens {params.min_tokens}")
-        refuse_if(not 0 <= computed <= total, "InvalidRequest", f"num_computed_tokens {computed} of {total}")
-        refuse_if(len(is_ids) != len(prompt), "InvalidRequest", "prompt_is_token_ids is not as long as the prompt")
         for token_id in prompt + outputs:
             refuse_if(not self._is_token(token_id), "InvalidToken", f"{token_id}")
+        refuse_if(not prompt, "InvalidRequest", "an empty prompt")
         refuse_if(total > self.max_model_len, "PromptTooLong", f"{total} tokens, max_model_len {self.max_model_len}")
+        refuse_if(limit is not None and len(outputs) >= limit, "InvalidRequest", f"outputs meet max_tokens {limit}")
+        refuse_if(not 0 <= computed <= total, "InvalidRequest", f"num_computed_tokens {computed} of {total}")
+        refuse_if(len(is_ids) != len(prompt), "InvalidRequest", "prompt_is_token_ids is not as long as the prompt")
 
     def _is_token(self, token_id: int) -> bool:
         """Neither below 0 nor at or above `vocab_size`."""
@@ -325,48 +307,48 @@ class ReferenceBook:
     def batch(self, rows: Sequence[tuple[int, int]], *, num_scheduled_tokens: Sequence[int] | None = None,
               num_draft_tokens: Sequence[int] | None = None) -> ReferenceBatch:  # fmt: skip
         """Each row once and not stale; scheduled at least 1 and at least the drafts; drafts 0..num_spec_tokens."""
-        handles = tuple(Row(int(index), int(generation)) for index, generation in rows)
-        for handle in handles:
-            self._check_handle(handle)
-        refuse_if(len(set(handles)) != len(handles), "InvalidBatch", "a row is in the batch twice")
-        drafts = None if num_draft_tokens is None else tuple(int(count) for count in num_draft_tokens)
-        scheduled = None if num_scheduled_tokens is None else tuple(int(count) for count in num_scheduled_tokens)
+        handles: list[Row] = []
+        for index, generation in rows:
+            self._check_handle((index, generation))
+            refuse_if((index, generation) in handles, "InvalidBatch", f"row {index} is in the batch twice")
+            handles.append(Row(index, generation))
+        drafts = None if num_draft_tokens is None else tuple(num_draft_tokens)
+        scheduled = None if num_scheduled_tokens is None else tuple(num_scheduled_tokens)
         if drafts is not None:
             refuse_if(len(drafts) != len(handles), "InvalidBatch", "num_draft_tokens has another length")
             refuse_if(any(not 0 <= d <= self.num_spec_tokens for d in drafts), "InvalidBatch", f"drafts {drafts}")
         if scheduled is not None:
             refuse_if(len(scheduled) != len(handles), "InvalidBatch", "num_scheduled_tokens has another length")
             for count, d in zip(scheduled, drafts or [0] * len(handles), strict=True):
-                refuse_if(count < max(1, d), "InvalidBatch", f"{count} scheduled with {d} drafts")
-        return ReferenceBatch(handles, scheduled, drafts)
+                refuse_if(not max(1, d) <= count <= MOST_INT32, "InvalidBatch", f"{count} scheduled with {d} drafts")
+        return ReferenceBatch(tuple(handles), scheduled, drafts)
 
     def submit(self, batch: ReferenceBatch, sampled_token_ids: Any, *, draft_token_ids: Any = None) -> int:
         """A whole step: every row's drafts go, then the rows of the batch in order, then the frame and the outputs."""
-        n = len(batch.rows)
         sampled = as_rows(sampled_token_ids)
-        drafts = None if draft_token_ids is None else as_rows(draft_token_ids)
-        for name, given, width in (
-            ("sampled", sampled, 1 + self.num_spec_tokens),
-            ("draft", drafts, self.num_spec_tokens),
-        ):
-            if given is not None:
-                refuse_if(len(given) != n, "InvalidBatch", f"{len(given)} {name} rows for a batch of {n}")
-                refuse_if(any(len(ids) > width for ids in given), "InvalidBatch", f"more than {width} {name} ids")
+        self._check_ids(batch, sampled, 1 + self.num_spec_tokens)
+        drafts = [None] * len(batch.rows) if draft_token_ids is None else as_rows(draft_token_ids)
+        if draft_token_ids is not None:
+            refuse_if(self.num_spec_tokens == 0, "InvalidBatch", "drafts for a book without")
+            self._check_ids(batch, drafts, self.num_spec_tokens)
         self.step += 1
         for row in self._rows:
             self._drop_drafts(row)
-        given_now: dict[int, int] = {}
+            row.verifies, row.given = row.given, None
         for i, handle in enumerate(batch.rows):
             scheduled = None if batch.num_scheduled_tokens is None else batch.num_scheduled_tokens[i]
             d = 0 if batch.num_draft_tokens is None else batch.num_draft_tokens[i]
-            new_drafts = [] if drafts is None else drafts[i]
-            self._step_row(handle, scheduled, d, verified_ids(sampled[i]), new_drafts)
-            if drafts is not None and self._rows[handle.index].generation == handle.generation:
-                given_now[handle.index] = self._count_drafts(new_drafts)
-        self._given = given_now
-        self._frames.append(self._take_frame())
+            self._step_row(handle, scheduled, d, verified_ids(sampled[i]), drafts[i])
+        self._frames[self.step] = self._take_frame()
+        self._frames.pop(self.step - self.num_frames, None)
         self._deliver([self._rows[handle.index] for handle in batch.rows])
         return self.step
+
+    def _check_ids(self, batch: ReferenceBatch, given: list[Any], width: int) -> None:
+        """One row of ids for each row of the batch, none too long."""
+        n = len(batch.rows)
+        refuse_if(len(given) != n, "InvalidBatch", f"{len(given)} rows of ids for a batch of {n}")
+        refuse_if(any(len(ids) > width for ids in given), "InvalidBatch", f"more than {width} ids")
 
     def _drop_drafts(self, row: RowState) -> None:
         """Both tables are zero past `num_tokens_no_spec`, and `num_tokens` says so."""
@@ -375,7 +357,8 @@ class ReferenceBook:
             row.is_token_ids[position] = False
         row.num_tokens = row.num_tokens_no_spec
 
-    def _step_row(self, handle: Row, scheduled: int | None, d: int, ids: list[int], new_drafts: list[int]) -> None:
+    def _step_row(self, handle: Row, scheduled: int | None, d: int, ids: list[int],
+                  new_drafts: list[int] | None) -> None:  # fmt: skip
         """Rules 1 to 5 for one row of the step; `ids` are the v."""
         row = self._rows[handle.index]
         v = len(ids)
@@ -392,9 +375,9 @@ class ReferenceBook:
         computed = row.remembered if preempted else row.num_computed_tokens
         if scheduled is None:
             scheduled = max(0, row.num_tokens_no_spec - computed) + d
+        row.num_accepted_tokens = 0
         if computed + scheduled < row.num_tokens_no_spec:
             self._set_computed(row, computed + scheduled, preempted)
-            row.num_accepted_tokens = 0
             self.dropped["partial_prefill"] += v
             return
         if not preempted and computed + scheduled > row.num_tokens_no_spec + d:
@@ -405,12 +388,11 @@ class ReferenceBook:
         m = self._take_ids(row, ids)
         self._set_computed(row, max(0, computed + scheduled - (d + 1 - m)), preempted)
         # Rule 4
-        row.num_accepted_tokens = 0
         if d > 0 and v > 0:
             row.num_accepted_tokens = v - 1
-            self._count_round(row, min(d, self._given.get(handle.index, d)), v, m)
+            self._count_round(d if row.verifies is None else min(d, row.verifies), v, m)
         # Rule 5
-        if row.state is State.RUNNING:
+        if row.state is State.RUNNING and new_drafts is not None:
             self._write_drafts(row, new_drafts)
 
     def _set_computed(self, row: RowState, value: int, preempted: bool) -> None:
@@ -428,7 +410,7 @@ class ReferenceBook:
                 self.dropped["after_finish"] += 1
             elif not self._is_token(token_id):
                 self.dropped["invalid"] += 1
-                self._finish(row, Finish.ERROR, token_id if LEAST_INT32 <= token_id < 2**31 else LEAST_INT32)
+                self._finish(row, Finish.ERROR, token_id if LEAST_INT32 <= token_id <= MOST_INT32 else LEAST_INT32)
             else:
                 self._append(row, token_id)
                 m += 1
@@ -453,35 +435,31 @@ class ReferenceBook:
             self._finish(row, Finish.LENGTH, NO_REASON)
 
     def _finish(self, row: RowState, reason: Finish, stop_reason: int) -> None:
-        """The step or the admission ends the request."""
+        """The request ends."""
+        self._drop_drafts(row)
         row.state = State.FINISHED
-        row.finish_reason = reason
-        row.stop_reason = stop_reason
+        row.finish_reason, row.stop_reason = reason, stop_reason
+        self.finished[reason] += 1
 
-    def _count_round(self, row: RowState, n: int, v: int, m: int) -> None:
-        """Draft rounds: for the book and for the request."""
+    def _count_round(self, n: int, v: int, m: int) -> None:
+        """Draft rounds."""
         if n == 0:
             return
-        for stats in (self._stats, row.stats):
-            stats.num_drafts += 1
-            stats.num_draft_tokens += n
-            stats.num_accepted_tokens += v - 1
-            stats.num_emitted_tokens += m
-            for position in range(v - 1):
-                stats.num_accepted_tokens_per_pos[position] += 1
-
-    def _count_drafts(self, new_drafts: list[int]) -> int:
-        """How many ids come before the first that is none."""
-        count = 0
-        while count < len(new_drafts) and self._is_token(new_drafts[count]):
-            count += 1
-        return count
+        self._stats.num_drafts += 1
+        self._stats.num_draft_tokens += n
+        self._stats.num_accepted_tokens += v - 1
+        self._stats.num_emitted_tokens += m
+        for position in range(v - 1):
+            self._stats.num_accepted_tokens_per_pos[position] += 1
 
     def _write_drafts(self, row: RowState, new_drafts: list[int]) -> None:
-        """Rule 5: the good ids, as many as have room, behind the committed ones."""
-        good = self._count_drafts(new_drafts)
+        """Rule 5: the ids before the first that is none, as many as have room, behind the committed ones."""
+        good = 0
+        while good < len(new_drafts) and self._is_token(new_drafts[good]):
+            good += 1
         if good < len(new_drafts) and new_drafts[good] != -1:
             self.num_invalid_draft_tokens += 1
+        row.given = good
         for token_id in new_drafts[: min(good, self.max_model_len - row.num_tokens_no_spec)]:
             row.token_ids[row.num_tokens] = token_id
             row.is_token_ids[row.num_tokens] = True
@@ -520,15 +498,14 @@ class ReferenceBook:
     def _event(self, handle: tuple[int, int], event: Event, computed: int = 0) -> Row:
         """One call on a row: refused by what the client asked for before, then done to what the book has."""
         row = self._check_handle(handle)
-        refuse_if((row.asked, event) not in LIFE, "InvalidRequest", f"{event.value} of a {row.asked.value} row")
+        refuse_if((row.asked, event) not in LIFE, "InvalidRequest", f"{event.name} of a {row.asked.name} row")
         refuse_if(not 0 <= computed <= self.max_model_len, "InvalidRequest", f"num_computed_tokens {computed}")
         row.asked = LIFE[row.asked, event][0]
         if event in (Event.ABORT, Event.RELEASE) and self._live.get(row.request_id) == handle[0]:
             del self._live[row.request_id]
         row.state, effect = LIFE[row.state, event]
         if effect in ("abort", "abort and clear"):
-            self._drop_drafts(row)
-            row.finish_reason, row.stop_reason = Finish.ABORT, NO_REASON
+            self._finish(row, Finish.ABORT, NO_REASON)
             self._deliver([row])
         if effect in ("abort and clear", "clear"):
             row = self._rows[handle[0]] = self._free_row(row.generation)
@@ -578,7 +555,3 @@ class ReferenceBook:
     def spec_decode_stats(self) -> ReferenceSpecStats:
         """Draft rounds of the whole book."""
         return copy.deepcopy(self._stats)
-
-    def request_spec_decode_stats(self, request_id: str) -> ReferenceSpecStats:
-        """Draft rounds of the request last admitted under this id; KeyError where there was none."""
-        return copy.deepcopy(self._request_stats[request_id])

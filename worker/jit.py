@@ -90,6 +90,17 @@ def kernel(*argument_types: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
+def generic_kernel(function: Callable[..., Any]) -> Any:
+    """A kernel for whatever types it is called with: compiled at its first call with them, or loaded from the cache,
+    and no part of `compile_all`. For functions that others call on their own arrays.
+
+    It keeps the GIL. Giving it back and taking it again costs more than a few rows do, and nobody can change an index
+    between its check and the write.
+    """
+    function.__qualname__ = f"{function.__qualname__}_{SOURCE_DIGEST}"
+    return numba.njit(cache=True, **{**_OPTIONS, "nogil": False})(function)
+
+
 def compile_all() -> None:
     """Makes every kernel ready."""
     for compiled, argument_types in _kernels:

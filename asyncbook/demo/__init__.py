@@ -2,3 +2,7 @@
 
 `command` is the command line; `runner` is the engine's loop, the part to read first.
 """
+
+
+class CannotRun(Exception):
+    """What was asked for cannot run here; the message says why."""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from asyncbook.demo import CannotRun
+
 WAYS = ("loop", "embedded", "sidecar")
 
 
@@ -38,11 +40,9 @@ def demo_command(
         from asyncbook.demo.show import Setting, show
     except ModuleNotFoundError as error:
         raise click.ClickException(f'{error.name} is missing: pip install "asyncbook[demo]"') from error
-    from asyncbook.demo.weights import ModelMissing
-
     try:
         identical = show(Setting(model, prompts, rows, max_tokens, device, out, chosen, live=not no_live))
-    except ModelMissing as error:
+    except CannotRun as error:
         raise click.ClickException(str(error)) from error
     if not identical:
         raise SystemExit(1)

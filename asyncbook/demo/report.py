@@ -5,67 +5,69 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from asyncbook import SpecDecodeStats
 from asyncbook.demo.results import Result
-from asyncbook.demo.timeline import COST, FORWARD
+from asyncbook.demo.timeline import COST, WAIT
 
 PERCENTILES = (50, 90, 99, 100)
+SHOWN_ANSWERS = 24
+
+
+def answers_table(result: Result) -> Table:
+    """One line a request, of the first ones."""
+    table = Table(box=None, expand=True)
+    table.add_column("request", no_wrap=True, ratio=1)
+    table.add_column("answer", no_wrap=True, ratio=3)
+    for answer in list(result.answers.values())[:SHOWN_ANSWERS]:
+        table.add_row(*(Text(" ".join(text.split()), overflow="ellipsis") for text in (answer.prompt, answer.text)))
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
+    return table
 
 
 def acceptance_table(stats: SpecDecodeStats) -> Table:
-    table = Table(title="n-gram drafts", title_justify="left")
-    for heading in ("drafts", "draft tokens", "accepted", "mean acceptance length", "acceptance per position"):
-        table.add_column(heading, justify="right")
+    headings = ("drafts", "draft tokens", "accepted", "mean acceptance length", "per position")
+    table = _table("n-gram drafts", *headings)
     table.add_row(
         str(stats.num_drafts),
         str(stats.num_draft_tokens),
         str(stats.num_accepted_tokens),
         f"{stats.mean_acceptance_length:.2f}",
-        " ".join(f"{rate:.2f}" for rate in stats.acceptance_rate_per_pos),
+        " ".join(f"{rate:.2f}".removeprefix("0") for rate in stats.acceptance_rate_per_pos),
     )
     return table
 
 
 def cost_table(results: Sequence[Result]) -> Table:
     """Microseconds a step of the runner's thread; waiting stands apart."""
-    table = Table(title="what bookkeeping cost the runner's thread", title_justify="left")
-    table.add_column("way")
-    for heading in (
-        "p50 us",
-        "p90 us",
-        "p99 us",
-        "max us",
-        "total ms",
-        "waited ms",
-        "forward p50 ms",
-        "steps",
-        "run s",
-    ):
-        table.add_column(heading, justify="right")
+    headings = ("way", "p50", "p90", "p99", "max", "total ms", "waited ms", "forward ms", "run s")
+    table = _table("bookkeeping on the runner's thread, us a step", *headings)
     for result in results:
         cost = result.cost_us
-        forward_ms = result.timeline.per_step_us((FORWARD,)) / 1000
         table.add_row(
             result.way,
             *(f"{value:,.0f}" for value in np.percentile(cost, PERCENTILES)),
             f"{cost.sum() / 1000:.2f}",
             f"{result.wait_us.sum() / 1000:.2f}",
-            f"{np.median(forward_ms):.1f}",
-            str(len(result.columns)),
+            f"{result.forward_ms:.1f}",
             f"{result.seconds:.1f}",
         )
     return table
 
 
 def parts_table(results: Sequence[Result]) -> Table:
-    """The same cost by call, in milliseconds of the whole run."""
-    table = Table(title="by call, ms in total", title_justify="left")
-    table.add_column("way")
-    for heading in (*COST, "wait"):
-        table.add_column(heading, justify="right")
+    """The same by call, for the whole run."""
+    table = _table("the same by call, ms in total", "way", *COST, WAIT)
     for result in results:
-        totals = (result.timeline.per_step_us((name,)).sum() / 1000 for name in (*COST, "wait"))
+        totals = (result.timeline.per_step_us((name,)).sum() / 1000 for name in (*COST, WAIT))
         table.add_row(result.way, *(f"{total:.2f}" for total in totals))
     return table

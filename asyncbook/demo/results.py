@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from asyncbook import FinishReason, SpecDecodeStats
 from asyncbook.demo.bookkeeping import COLUMNS
 from asyncbook.demo.runner import Request, Runner
-from asyncbook.demo.timeline import COST, WAIT, Timeline
+from asyncbook.demo.timeline import COST, FORWARD, WAIT, Timeline
 from asyncbook.demo.tokenizer import Tokenizer
 
 SHOWN_DIFFERENCES = 5  # of each kind, at most
@@ -43,6 +43,12 @@ class Result:
     @property
     def cost_us(self) -> NDArray[np.float64]:
         return self.timeline.per_step_us(COST)
+
+    @property
+    def forward_ms(self) -> float:
+        """Median of a forward pass, on the device that ran it."""
+        passes = self.timeline.device or [span for span in self.timeline.runner if span.name == FORWARD]
+        return float(np.median([span.end_ns - span.start_ns for span in passes])) / 1e6
 
     @property
     def wait_us(self) -> NDArray[np.float64]:

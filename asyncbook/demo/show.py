@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from asyncbook import BookConfig, RequestParams
-from asyncbook.demo import report, results, weights
+from asyncbook import BookConfig
+from asyncbook.demo import CannotRun, report, results, weights
 from asyncbook.demo.bookkeeping import open_way
 from asyncbook.demo.engine import NUM_SPEC_TOKENS, Engine
 from asyncbook.demo.live import Display
 from asyncbook.demo.model import Llama
+from asyncbook.demo.prompts import make_requests, read_prompts
 from asyncbook.demo.results import Result
 from asyncbook.demo.runner import Request, Runner
 from asyncbook.demo.tokenizer import Tokenizer
 
 PREFILL_CHUNK = 64  # tokens
-REQUESTS_A_ROW = 3
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,20 @@ class Setting:
 def show(setting: Setting) -> bool:
     """Runs the demo; True when all ways came to the same."""
     console = Console()
-    device = torch.device(setting.device)
+    device = _device(setting.device)
     if device.type == "cpu":
         num_threads = _leave_a_core()
-        console.print(f"forward passes on {num_threads} CPU thread(s) in every way: one core is left for the sidecar")
+        console.print(f"forward passes on {num_threads} CPU thread(s) in every way, to leave a core for the sidecar")
+    prompts = read_prompts(setting.prompts, setting.rows)
     began_s = time.monotonic()
     model, tokenizer = weights.load(setting.model, device)
     console.print(f"loaded {setting.model} in {time.monotonic() - began_s:.1f} s")
-    runs = _run_ways(setting, model, tokenizer, console)
+    runs = []
+    with Display(console, tokenizer, setting.ways, setting.live and console.is_terminal) as display:
+        for way in setting.ways:
+            gc.collect()
+            requests = make_requests(prompts, tokenizer, setting.max_tokens)
+            runs.append(_run_way(way, setting, model, tokenizer, requests, display))
     found = [text for run in runs for text in results.own_differences(run)]
     found += [text for run in runs[1:] for text in results.differences(runs[0], run)]
     _tell(runs, found, console)
@@ -60,38 +64,22 @@ def show(setting: Setting) -> bool:
     return not found
 
 
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise CannotRun(f"device {name!r}: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise CannotRun(f'device {name!r} is not "cpu", "cuda" or "cuda:N"')
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise CannotRun(f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
 def _leave_a_core() -> int:
     num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
     torch.set_num_threads(num_threads)
     return num_threads
-
-
-def read_requests(setting: Setting, tokenizer: Tokenizer) -> list[Request]:
-    """New requests from the prompts file: a JSON object a line, {"prompt": ..., optional "max_tokens": ...}.
-
-    Our own prompts are repeated until there are `REQUESTS_A_ROW` times as many as rows, so that rows are reused.
-    """
-    source = setting.prompts or files("asyncbook.demo") / "prompts.jsonl"
-    entries = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if setting.prompts is None:
-        entries = [entries[i % len(entries)] for i in range(max(len(entries), REQUESTS_A_ROW * setting.rows))]
-    requests = []
-    for number, entry in enumerate(entries):
-        max_tokens = entry.get("max_tokens", setting.max_tokens)
-        params = RequestParams(max_tokens=max_tokens, eos_token_id=tokenizer.eos_token_id)
-        prompt = entry["prompt"]
-        requests.append(Request(f"request-{number}", prompt, tokenizer.encode_chat(prompt), params))
-    return requests
-
-
-def _run_ways(setting: Setting, model: Llama, tokenizer: Tokenizer, console: Console) -> list[Result]:
-    runs = []
-    with Display(console, tokenizer, setting.ways, setting.live and console.is_terminal) as display:
-        for way in setting.ways:
-            requests = read_requests(setting, tokenizer)
-            gc.collect()
-            runs.append(_run_way(way, setting, model, tokenizer, requests, display))
-    return runs
 
 
 def _run_way(
@@ -118,6 +106,7 @@ def _run_way(
 
 
 def _tell(runs: Sequence[Result], found: Sequence[str], console: Console) -> None:
+    console.print(report.answers_table(runs[0]))
     console.print(report.acceptance_table(runs[0].acceptance))
     console.print(report.cost_table(runs))
     console.print(report.parts_table(runs))
@@ -125,12 +114,10 @@ def _tell(runs: Sequence[Result], found: Sequence[str], console: Console) -> Non
     if found:
         console.print(f"[bold red]NOT identical[/]: {ways}")
         for text in found:
-            console.print(text, markup=False, highlight=False)
-    else:
-        steps, answers = len(runs[0].columns), len(runs[0].answers)
-        console.print(
-            f"[bold green]identical[/]: {ways}; {answers} outputs, all columns of {steps} frames, draft counters"
-        )
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    elif len(runs) > 1:
+        what = f"{len(runs[0].answers)} outputs, every column of {len(runs[0].columns)} frames, draft counters"
+        console.print(f"[bold green]identical[/]: {ways}; {what}", soft_wrap=True)
 
 
 def _leave_behind(setting: Setting, runs: Sequence[Result], console: Console) -> None:
@@ -141,4 +128,5 @@ def _leave_behind(setting: Setting, runs: Sequence[Result], console: Console) ->
     picture, trace = setting.out / "demo.png", setting.out / "demo-trace.json"
     write_picture(runs, f"{setting.model} on {setting.device}, {setting.rows} rows", picture)
     write_trace(runs, trace)
-    console.print(f"picture: {picture}\ntrace:   {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+    text = f"picture: {picture}\ntrace:   {trace} (open it at https://ui.perfetto.dev)"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

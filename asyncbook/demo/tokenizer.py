@@ -34,7 +34,8 @@ class ByteTokenizer:
         return [*prompt.encode(), ord("\n")]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
+        text = bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
+        return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
 
 
 class ChatTokenizer:

