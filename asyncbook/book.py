@@ -21,7 +21,7 @@ from asyncbook.frame import Frame, FrameViews
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import AsyncbookError, FrameExpired, InFlightFull, InvalidBatch, InvalidRequest, NotApplied
 from asyncbook.ipc.histogram import bucket_of
-from asyncbook.ipc.layout import INT32_MAX, INT32_MIN, NUM_HISTOGRAM_BUCKETS, Counter, Word
+from asyncbook.ipc.layout import INT32_MAX, INT32_MIN, NUM_HISTOGRAM_BUCKETS, Counter, RowCounter, Word
 from asyncbook.ipc.layout import Histogram as HistogramRow
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import Segment
@@ -54,6 +54,7 @@ class Book(ABC):
         self._token_ids = self._layout.token_ids.view(memory)[:, : config.max_model_len]
         self._is_token_ids = self._layout.is_token_ids.view(memory)[:, : config.max_model_len]
         self._counters = self._layout.counters.view(memory)
+        self._row_counters = self._layout.row_counters.view(memory)
         self._histograms = self._layout.histograms.view(memory)
         self._published_step = SharedWord(self._layout.words.view(memory), Word.PUBLISHED_STEP)
         self._rows = RowRegistry(config.max_num_reqs)
@@ -347,10 +348,13 @@ class Book(ABC):
             apply_us=Histogram(self._histograms[HistogramRow.APPLY].copy()),
         )
 
-    def spec_decode_stats(self) -> SpecDecodeStats:
-        """What verification accepted so far; `applied_step` says as of when."""
+    def spec_decode_stats(self, row: Row | None = None) -> SpecDecodeStats:
+        """What verification accepted so far, in total or for the request in a row; all applied steps are in."""
         _ = self.applied_step  # what was written before it was published is visible below
-        return spec_decode_stats(self._counters, self.config.num_spec_tokens)
+        if row is None:
+            return spec_decode_stats(self._counters, Counter, self.config.num_spec_tokens)
+        self._committed(row)
+        return spec_decode_stats(self._row_counters[row.index], RowCounter, self.config.num_spec_tokens)
 
     def stream(self, request_id: str) -> Any:
         """Outputs of one request."""

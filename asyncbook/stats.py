@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncbook.ipc.histogram import bucket_start_ns
-from asyncbook.ipc.layout import Counter, FinishReason
+from asyncbook.ipc.layout import Counter, FinishReason, RowCounter
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +113,14 @@ def finished_requests(counters: np.ndarray) -> dict[FinishReason, int]:
     }
 
 
-def spec_decode_stats(counters: np.ndarray, num_spec_tokens: int) -> SpecDecodeStats:
-    """From a book's counters."""
+def spec_decode_stats(
+    counters: np.ndarray, names: type[Counter] | type[RowCounter], num_spec_tokens: int
+) -> SpecDecodeStats:
+    """From a book's or a row's counters."""
     return SpecDecodeStats(
-        int(counters[Counter.DRAFTS]),
-        int(counters[Counter.DRAFT_TOKENS]),
-        int(counters[Counter.ACCEPTED_TOKENS]),
-        int(counters[Counter.EMITTED_TOKENS]),
-        counters[Counter.ACCEPTED_PER_POS : Counter.ACCEPTED_PER_POS + num_spec_tokens].tolist(),
+        int(counters[names.DRAFTS]),
+        int(counters[names.DRAFT_TOKENS]),
+        int(counters[names.ACCEPTED_TOKENS]),
+        int(counters[names.EMITTED_TOKENS]),
+        counters[names.ACCEPTED_PER_POS : names.ACCEPTED_PER_POS + num_spec_tokens].tolist(),
     )

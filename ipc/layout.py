@@ -5,7 +5,7 @@
                +-------------------------------------------------------------+
                | BOOKKEEPER  hot words, one a cache line                     | page 1   written by the bookkeeper
                | stamps      one line a frame slot                           |
-               | counters, histograms                                        |
+               | counters, histograms, counters of each row                  |
                +-------------------------------------------------------------+
                | RUNNER      hot words, one a cache line                     |          written by the runner
                +-------------------------------------------------------------+
@@ -148,6 +148,16 @@ class Counter(IntEnum):
     ACCEPTED_PER_POS = 24  # first of num_spec_tokens counters, one a position
 
 
+class RowCounter(IntEnum):
+    """int64 counters of the request in a row, in order."""
+
+    DRAFTS = 0
+    DRAFT_TOKENS = 1
+    ACCEPTED_TOKENS = 2
+    EMITTED_TOKENS = 3
+    ACCEPTED_PER_POS = 4  # first of num_spec_tokens counters, one a position
+
+
 class Histogram(IntEnum):
     """Histograms of the BOOKKEEPER part: time in nanoseconds, log buckets, one row each."""
 
@@ -241,10 +251,16 @@ class Layout:
     def histograms(self) -> Region:
         return _region("histograms", self.counters.end, (len(Histogram), NUM_HISTOGRAM_BUCKETS), np.int64)
 
+    @property
+    def row_counters(self) -> Region:
+        """int64 [max_num_reqs, len(RowCounter) - 1 + num_spec_tokens]: acceptance of the request in each row."""
+        shape = (self.max_num_reqs, RowCounter.ACCEPTED_PER_POS + self.num_spec_tokens)
+        return _region("row_counters", self.histograms.end, shape, np.int64)
+
     # RUNNER part
     @property
     def runner_offset(self) -> int:
-        return _round_up(self.histograms.end, PAGE_BYTES)
+        return _round_up(self.row_counters.end, PAGE_BYTES)
 
     @property
     def runner_words(self) -> Region:

@@ -2,7 +2,7 @@
 
 Arrays, with R = max_num_reqs, L = max_model_len, P = R padded to a cache line:
 `work` int32 [len(Field), P], `token_ids` int32 and `is_token_ids` bool [R, L and padding], `stop_ids` int32 [R, S],
-`counters` int64 [>= num_counters], `row_counters` int64 [R, 4 + num_spec_tokens],
+`counters` int64 [>= num_counters], `row_counters` int64 [R, >= 4 + num_spec_tokens],
 `lists` int32 [NUM_LISTS, R] with `lengths` int64 [NUM_LISTS] (rows touched since the last frame, rows given drafts by
 the last step, rows with something to deliver), `frame_int32` int32 [NUM_INT32_COLUMNS, P], `frame_uint8` uint8 [P],
 `history` int32 [num_frames, R] with `history_lengths` int64 [num_frames]: the rows that changed in the last steps.

@@ -37,6 +37,7 @@ class Tables:
         self.token_ids = layout.token_ids.view(memory)
         self.is_token_ids = layout.is_token_ids.view(memory)
         self.counters = layout.counters.view(memory)
+        self.row_counters = layout.row_counters.view(memory)
         self.frames_int32 = [layout.frame_int32(slot).view(memory) for slot in range(layout.num_frames)]
         self.frames_uint8 = [layout.frame_uint8(slot).view(memory) for slot in range(layout.num_frames)]
 
@@ -54,7 +55,6 @@ class Ledger:
         self.work = np.zeros((len(Field), layout.padded_rows), np.int32)
         self.generation = self.work[Field.GENERATION].view(np.uint32)
         self.stop_ids = np.zeros((num_rows, 4), np.int32)
-        self.row_counters = np.zeros((num_rows, 4 + layout.num_spec_tokens), np.int64)
         self.lists = np.zeros((rules.NUM_LISTS, num_rows), np.int32)
         self.lengths = np.zeros(rules.NUM_LISTS, np.int64)
         self.history = np.zeros((layout.num_frames, num_rows), np.int32)
@@ -121,7 +121,7 @@ class Ledger:
         tables = self.tables
         slot = message.step % tables.layout.num_frames
         kernels.apply_step(
-            self.work, tables.token_ids, tables.is_token_ids, self.stop_ids, tables.counters, self.row_counters,
+            self.work, tables.token_ids, tables.is_token_ids, self.stop_ids, tables.counters, tables.row_counters,
             self.lists, self.lengths, batch, self._takes_drafts, sampled, drafts, tables.frames_int32[slot],
             tables.frames_uint8[slot], self.history, self.history_lengths, slot, self.vocab_size,
             tables.layout.max_model_len,
@@ -275,7 +275,7 @@ class Ledger:
             self._end(row, FinishReason.ABORT, -1)
         self.outbox.depart(row)
         kernels.clear_row(
-            self.work, tables.token_ids, tables.is_token_ids, self.row_counters, self.lists, self.lengths, row
+            self.work, tables.token_ids, tables.is_token_ids, tables.row_counters, self.lists, self.lengths, row
         )
         tables.counters[Counter.RELEASED] += 1
         return Outcome.APPLIED

@@ -75,6 +75,10 @@ FINISHED_NONE = int(layout.Counter.FINISHED_STOP) - STOP  # plus a finish reason
 DRAFTS, DRAFT_TOKENS = int(layout.Counter.DRAFTS), int(layout.Counter.DRAFT_TOKENS)
 ACCEPTED_TOKENS, EMITTED_TOKENS = int(layout.Counter.ACCEPTED_TOKENS), int(layout.Counter.EMITTED_TOKENS)
 ACCEPTED_PER_POS = int(layout.Counter.ACCEPTED_PER_POS)
+ROW_DRAFTS, ROW_DRAFT_TOKENS = int(layout.RowCounter.DRAFTS), int(layout.RowCounter.DRAFT_TOKENS)
+ROW_ACCEPTED_TOKENS = int(layout.RowCounter.ACCEPTED_TOKENS)
+ROW_EMITTED_TOKENS = int(layout.RowCounter.EMITTED_TOKENS)
+ROW_ACCEPTED_PER_POS = int(layout.RowCounter.ACCEPTED_PER_POS)
 
 _DROP_EFFECTS = {
     Effect.DROP_STALE: DROPPED_STALE,
@@ -197,13 +201,13 @@ def count_draft_round(work, counters, row_counters, row, d, v, m):
     counters[DRAFT_TOKENS] += num_draft_tokens
     counters[ACCEPTED_TOKENS] += v - 1
     counters[EMITTED_TOKENS] += m
-    row_counters[row, 0] += 1
-    row_counters[row, 1] += num_draft_tokens
-    row_counters[row, 2] += v - 1
-    row_counters[row, 3] += m
+    row_counters[row, ROW_DRAFTS] += 1
+    row_counters[row, ROW_DRAFT_TOKENS] += num_draft_tokens
+    row_counters[row, ROW_ACCEPTED_TOKENS] += v - 1
+    row_counters[row, ROW_EMITTED_TOKENS] += m
     for position in range(v - 1):
         counters[ACCEPTED_PER_POS + position] += 1
-        row_counters[row, 4 + position] += 1
+        row_counters[row, ROW_ACCEPTED_PER_POS + position] += 1
 
 
 @rule
