@@ -44,11 +44,10 @@ class BookClosed(AsyncbookError):
 class Book(ABC):
     """A book, used from one thread. Made by `asyncbook.open` or `asyncbook.spawn`."""
 
-    def __init__(self, config: BookConfig) -> None:
-        config.check_supported()
+    def __init__(self, config: BookConfig, segment: Segment) -> None:
         self.config = config
-        self._layout = config.layout
-        self._segment = Segment.create(self._layout)
+        self._layout = segment.layout
+        self._segment = segment
         memory = self._segment.readable()
         self._frames = FrameViews(self._layout, memory)
         self._token_ids = self._layout.token_ids.view(memory)[:, : config.max_model_len]

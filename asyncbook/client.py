@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from asyncbook.book import Book
@@ -24,9 +25,24 @@ def spawn(config: BookConfig) -> SidecarBook:
 
     Raises `HandshakeFailed` or `LayoutMismatch` where the sidecar cannot start; nothing is left behind then.
     """
-    from asyncbook.sidecar import SidecarBook
+    from asyncbook.ipc.channel import RunnerChannel
+    from asyncbook.ipc.segment import Segment
+    from asyncbook.process import SidecarProcess
 
-    return SidecarBook(config)
+    config.check_supported()
+    with ExitStack() as undo:
+        segment = Segment.create(config.layout)
+        undo.callback(segment.close)
+        channel = RunnerChannel()
+        undo.callback(channel.close)
+        process = SidecarProcess(config, segment, channel)
+        undo.callback(process.kill)
+        # Imports numba, which takes as long as the sidecar needs to start: both at the same time.
+        from asyncbook.sidecar import SidecarBook
+
+        book = SidecarBook(config, segment, channel, process)
+        undo.pop_all()
+    return book
 
 
 def attach(address: str) -> Book:

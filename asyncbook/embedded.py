@@ -10,6 +10,7 @@ from asyncbook.book import Book
 from asyncbook.config import BookConfig
 from asyncbook.ipc import wire
 from asyncbook.ipc.columns import OutputColumns
+from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import StepOutputs
 from asyncbook.worker import jit
 from asyncbook.worker.bookkeeper import Bookkeeper
@@ -55,7 +56,8 @@ class EmbeddedBook(Book):
     """Keeps the book in the runner's own thread."""
 
     def __init__(self, config: BookConfig) -> None:
-        super().__init__(config)
+        config.check_supported()
+        super().__init__(config, Segment.create(config.layout))
         jit.announce_compilation()
         jit.compile_all()
         self._queue = OutputQueue()

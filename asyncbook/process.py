@@ -28,7 +28,7 @@ SETUP_LENGTH = struct.Struct("<I")
 
 
 class SidecarProcess:
-    """One sidecar. `pidfd` is readable once it has ended."""
+    """One sidecar, started but not waited for: `shake_hands` does that. `pidfd` is readable once it has ended."""
 
     def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel) -> None:
         self._channel = channel
@@ -48,7 +48,6 @@ class SidecarProcess:
         self.pidfd = os.pidfd_open(self.pid)
         try:
             self._hand_over_setup(config, channel.directory)
-            self._shake_hands(config.start_timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -84,7 +83,15 @@ class SidecarProcess:
         except BrokenPipeError:
             raise self._died_while_starting() from None
 
-    def _shake_hands(self, timeout_s: float) -> None:
+    def shake_hands(self, timeout_s: float) -> None:
+        """Until the sidecar is ready. Raises `HandshakeFailed` or `LayoutMismatch`, with the sidecar ended."""
+        try:
+            self._wait_ready(timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             data = self._channel.receive_event()

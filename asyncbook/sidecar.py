@@ -18,6 +18,7 @@ from asyncbook.ipc.errors import BadMessage, InFlightFull, SidecarDied, SidecarT
 from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
+from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
 from asyncbook.waiting import DescriptorWaiters
@@ -34,20 +35,16 @@ def _end(process: SidecarProcess, channel: RunnerChannel) -> None:
 class SidecarBook(Book):
     """Made by `asyncbook.spawn`; ready when that returns."""
 
-    def __init__(self, config: BookConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel, process: SidecarProcess) -> None:
+        super().__init__(config, segment)
         self._wake_at_step = OwnWord(self._segment.runner_words(), RunnerWord.WAKE_AT_STEP)
         self._wake_at_step.store_release(NO_WAKE)
         words = self._layout.words.view(self._segment.readable())
         self._flushed_step = SharedWord(words, Word.FLUSHED_STEP)
         self._outputs_sent = SharedWord(words, Word.OUTPUTS_SENT)
-        self._channel = RunnerChannel()
-        try:
-            self._process = SidecarProcess(config, self._segment, self._channel)
-        except BaseException:
-            self._channel.close()
-            self._segment.close()
-            raise
+        self._channel = channel
+        self._process = process
+        process.shake_hands(config.start_timeout_s)
         # Runs at `close`, when the book is collected, or when the interpreter ends, whichever comes first.
         self._finalizer = weakref.finalize(self, _end, self._process, self._channel)
         self._num_outputs_received = 0

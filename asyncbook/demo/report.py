@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +27,7 @@ def answers_table(result: Result) -> Table:
 
 
 def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table = Table(title=f"\n{title}", title_justify="left", title_style="bold", box=None)
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     return table

@@ -20,12 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncbook import FinishReason, RequestParams
+from asyncbook import FinishReason, RequestParams, Row
 from asyncbook.demo.bookkeeping import COLUMNS, Bookkeeping, Metered
 from asyncbook.demo.engine import NUM_SPEC_TOKENS, Engine, HostCopy
 from asyncbook.demo.timeline import DeviceClock, Timeline
 
 TIMEOUT_S = 60.0
+
+Entry = tuple[Row, int, int]  # a row in a step, its num_scheduled_tokens and num_draft_tokens
+Chunk = tuple[int, int, int]  # a row, where the chunk starts in its prompt, the prompt's length
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Running:
     """A request in its row. `num_computed_tokens` counts what was launched of the prompt, not what was applied."""
 
     request: Request
-    row: Any
+    row: Row
     num_computed_tokens: int = 0
 
     @property
@@ -57,11 +60,11 @@ class Running:
 
 @dataclass
 class Plan:
-    """One step: prompt chunks as (row, start, prompt length), and the rows that decode."""
+    """One step."""
 
     batch: Any
     row_ids: Tensor  # int64 [n], the batch's order
-    prefills: list[tuple[int, int, int]]
+    prefills: list[Chunk]
     is_decoding: Tensor | None  # bool [rows]; None where no row decodes
 
 
@@ -84,7 +87,7 @@ class Scheduler:
         self.running: dict[int, Running] = {}
         # Prompt chunks that one step computes at most, beside the decoding rows.
         self.max_chunks = max(4, len(engine.num_tokens) // 4)
-        self._last: tuple[tuple[Any, int, int], ...] = ()
+        self._last: tuple[Entry, ...] = ()
         self._plan: Plan | None = None
 
     def finished(self, frame: Any) -> list[Running]:
@@ -113,13 +116,13 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing is left to run."""
         self.admit()
-        prefills: list[tuple[int, int, int]] = []
-        entries: list[tuple[Any, int, int]] = []  # row, num_scheduled_tokens, num_draft_tokens
-        decoding = []
+        prefills: list[Chunk] = []
+        entries: list[Entry] = []
+        decoding = set()
         for index, running in self.running.items():
             start, num_prompt_tokens = running.num_computed_tokens, len(running.request.prompt_token_ids)
             if not running.in_prefill:
-                decoding.append(index)
+                decoding.add(index)
                 entries.append((running.row, 1 + NUM_SPEC_TOKENS, NUM_SPEC_TOKENS))
             elif len(prefills) < self.max_chunks:
                 num_scheduled_tokens = min(self.engine.chunk, num_prompt_tokens - start)
@@ -132,7 +135,7 @@ class Scheduler:
             self._last, self._plan = tuple(entries), self._make_plan(entries, prefills, decoding)
         return self._plan
 
-    def _make_plan(self, entries: list[tuple[Any, int, int]], prefills: Any, decoding: list[int]) -> Plan:
+    def _make_plan(self, entries: list[Entry], prefills: list[Chunk], decoding: set[int]) -> Plan:
         rows, num_scheduled_tokens, num_draft_tokens = (list(column) for column in zip(*entries, strict=True))
         batch = self.book.batch(rows, num_scheduled_tokens=num_scheduled_tokens, num_draft_tokens=num_draft_tokens)
         is_decoding = None

@@ -11,26 +11,19 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import asyncbook
-from asyncbook import Batch, Book, BookConfig, ContractError, Frame, FrameExpired, InFlightFull, RequestParams, Row
-from asyncbook import StepOutputs
-from tests.reference import COLUMNS, Finish, ReferenceBatch, ReferenceBook, ReferenceOutputs, ReferenceRefused, State
+from asyncbook import Batch, Book, BookConfig, Frame, FrameExpired, InFlightFull, RequestParams, Row
+from tests.property.compare import Refused, answer, assert_counters, assert_frame, assert_tables, padded_tables, plain
+from tests.reference import ReferenceBatch, ReferenceBook, ReferenceOutputs, State
 
 TIMEOUT_S = 60.0  # a limit for waits that end in microseconds; only a broken book gets there
-MAX_KEPT_HANDLES = 40
-MAX_KEPT_BATCHES = 40  # more than the slots in which a book remembers batches
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The answer of a call that was refused."""
-
-    name: str
+NUM_KEPT_HANDLES = 40
+NUM_KEPT_BATCHES = 40  # more than the slots in which a book remembers batches
 
 
 @dataclass(frozen=True)
@@ -42,52 +35,6 @@ class TrioBatch:
     reference: ReferenceBatch
     embedded: Batch
     sidecar: Batch
-
-
-@dataclass
-class Deliveries:
-    """What came from each of the three and is not compared yet."""
-
-    reference: list[ReferenceOutputs] = field(default_factory=list)
-    embedded: list[ReferenceOutputs] = field(default_factory=list)
-    sidecar: list[ReferenceOutputs] = field(default_factory=list)
-
-
-def answer(call: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the call returns, or `Refused` with the name of its error."""
-    try:
-        return call(*args, **kwargs)
-    except ReferenceRefused as error:
-        return Refused(error.name)
-    except ContractError as error:
-        return Refused(type(error).__name__)
-
-
-def plain(outputs: StepOutputs) -> ReferenceOutputs:
-    """A delivery as the reference tells it."""
-    n = len(outputs.request_ids)
-    ends = outputs.offsets.tolist()
-    assert (outputs.offsets.dtype, outputs.token_ids.dtype, outputs.stop_reasons.dtype) == (np.int32,) * 3
-    assert outputs.finish_reasons.dtype == np.uint8
-    assert len(ends) == n + 1
-    assert (ends[0], ends[-1]) == (0, outputs.token_ids.size)
-    return ReferenceOutputs(
-        outputs.step,
-        outputs.request_ids,
-        [outputs.token_ids[ends[i] : ends[i + 1]].tolist() for i in range(n)],
-        outputs.finish_reasons.tolist(),
-        outputs.stop_reasons.tolist(),
-    )
-
-
-def assert_frame(frame: Frame, expected: dict[str, np.ndarray], what: str) -> None:
-    """Every column, byte for byte."""
-    for name, column in expected.items():
-        shown = getattr(frame, name)
-        assert shown.dtype == COLUMNS[name]
-        assert not shown.flags.writeable
-        if shown.tobytes() != column.tobytes():
-            raise AssertionError(f"{what}, frame of step {frame.step}, {name}: {shown} is not {column}")
 
 
 class Trio:
@@ -104,116 +51,84 @@ class Trio:
         )
         self.embedded = asyncbook.open(config)
         self.sidecar = asyncbook.spawn(config)
-        self._tables = [self._padded_tables(book) for book in (self.embedded, self.sidecar)]
+        self._embedded_tables, self._sidecar_tables = padded_tables(self.embedded), padded_tables(self.sidecar)
         self.num_calls = 0
         self.num_refused = 0
-        self._num_admitted = self._num_released = 0
-        self._deliveries = Deliveries()
-        self._num_due = 0  # deliveries that the sidecar must have made once it applied the last step
+        self.handles: list[Row] = []  # given out in the past, stale ones among them
+        self.batches: list[TrioBatch] = []
+        self._awaited: list[ReferenceOutputs] = []  # deliveries that the sidecar has not made yet
+        self._num_due = 0  # as many of them must have come when the last step is applied
         self._unsettled: list[int] = []  # steps whose frames of the sidecar are not compared yet
         self._is_between_steps = False  # something was sent after the last step
         self._is_paused = False
         self._held_frames: list[tuple[Frame, dict[str, np.ndarray]]] = []
-        self.log: list[str] = []
+        self._calls: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = []
         self._names: dict[Row, str] = {}
-        self.handles: list[Row] = []  # given out in the past, stale ones among them
-        self.batches: list[TrioBatch] = []
-
-    @staticmethod
-    def _padded_tables(book: Book) -> tuple[np.ndarray, np.ndarray]:
-        """Both tables with the padding behind `max_model_len`, where nothing may ever be written."""
-        layout, memory = book.config.layout, book._segment.readable()
-        return layout.token_ids.view(memory), layout.is_token_ids.view(memory)
 
     # Calls
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The same call to all three, which must answer alike."""
-        self.num_calls += 1
+        self._record("", name, *args, **kwargs)
         answers = [answer(getattr(book, name), *args, **kwargs) for book in self._books()]
         assert answers[0] == answers[1] == answers[2], f"{name}: {answers}"
-        if isinstance(answers[0], Refused):
-            self.num_refused += 1
-            self._note(f"# {answers[0].name}:")
-        self._note(f"trio.{name}({self._text(args, kwargs)})")
+        self.num_refused += isinstance(answers[0], Refused)
+        self._is_between_steps = True
+        self._compare_embedded()
         return answers[0]
 
     def _books(self) -> tuple[Any, Any, Any]:
         return self.reference, self.embedded, self.sidecar
 
-    def _note(self, line: str) -> None:
-        self.log.append(line)
+    def _record(self, result: str, name: str, *args: Any, **kwargs: Any) -> None:
+        self.num_calls += 1
+        self._calls.append((result, name, args, kwargs))
 
-    def _text(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        return ", ".join([*map(self._argument, args), *(f"{key}={self._argument(kwargs[key])}" for key in kwargs)])
-
-    def _argument(self, value: Any) -> str:
-        if isinstance(value, Row):
-            return self._names.get(value, repr(value))
-        if isinstance(value, np.ndarray):
-            return f"np.array({value.tolist()}, np.{value.dtype})"
-        if isinstance(value, tuple | list):
-            return f"[{', '.join(map(self._argument, value))}]"
-        return repr(value)
-
-    def _new_handle(self, row: Any) -> Any:
-        """Remembers a handle that a call gave out."""
+    def _handle(self, row: Any) -> Any:
+        """Remembers a handle that the last call gave out."""
         if isinstance(row, Refused):
             return row
         handle = Row(*row)
         self._names[handle] = f"row_{len(self._names)}"
-        self.log[-1] = f"{self._names[handle]} = {self.log[-1]}"
-        self.handles = [*self.handles[-MAX_KEPT_HANDLES:], handle]
+        self._calls[-1] = (self._names[handle], *self._calls[-1][1:])
+        self.handles = [*self.handles[1 - NUM_KEPT_HANDLES :], handle]
         return handle
 
     def admit(self, request_id: str, prompt: Sequence[int], params: RequestParams, **options: Any) -> Row | Refused:
-        row = self._new_handle(self._call("admit", request_id, prompt, params, **options))
-        self._num_admitted += not isinstance(row, Refused)
-        self._after_message()
-        return row  # type: ignore[no-any-return]
+        return self._handle(self._call("admit", request_id, prompt, params, **options))  # type: ignore[no-any-return]
 
     def abort(self, row: Row) -> Refused | None:
-        return self._message("abort", row)
+        return self._call("abort", row)  # type: ignore[no-any-return]
 
     def preempt(self, row: Row, *, drop_in_flight: bool = False) -> Refused | None:
-        return self._message("preempt", row, drop_in_flight=drop_in_flight)
-
-    def release(self, row: Row) -> Refused | None:
-        refused = self._message("release", row)
-        self._num_released += refused is None
-        return refused
-
-    def _message(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        result = self._call(name, *args, **kwargs)
-        self._after_message()
-        return result
+        return self._call("preempt", row, drop_in_flight=drop_in_flight)  # type: ignore[no-any-return]
 
     def resume(self, row: Row, num_computed_tokens: int = 0) -> Row | Refused:
-        return self._new_handle(self._message("resume", row, num_computed_tokens=num_computed_tokens))  # type: ignore[no-any-return]
+        return self._handle(self._call("resume", row, num_computed_tokens=num_computed_tokens))  # type: ignore[no-any-return]
 
     def rewind(self, row: Row, num_computed_tokens: int) -> Row | Refused:
-        return self._new_handle(self._message("rewind", row, num_computed_tokens))  # type: ignore[no-any-return]
+        return self._handle(self._call("rewind", row, num_computed_tokens))  # type: ignore[no-any-return]
+
+    def release(self, row: Row) -> Refused | None:
+        return self._call("release", row)  # type: ignore[no-any-return]
 
     def batch(self, rows: Sequence[Row], *, num_scheduled_tokens: Sequence[int] | None = None,
               num_draft_tokens: Sequence[int] | None = None) -> TrioBatch | Refused:  # fmt: skip
-        self.num_calls += 1
+        name = f"batch_{len(self._calls)}"
         options = {"num_scheduled_tokens": num_scheduled_tokens, "num_draft_tokens": num_draft_tokens}
+        self._record(name, "batch", rows, **options)
         made = [answer(book.batch, rows, **options) for book in self._books()]
-        name = f"batch_{len(self.log)}"
-        self._note(f"{name} = trio.batch({self._text((rows,), options)})")
-        refusals = [isinstance(batch, Refused) for batch in made]
-        if any(refusals):
+        if any(isinstance(batch, Refused) for batch in made):
             assert made[0] == made[1] == made[2], f"batch: {made}"
             self.num_refused += 1
             return made[0]  # type: ignore[no-any-return]
         batch = TrioBatch(name, tuple(rows), *made)
-        self.batches = [*self.batches[-MAX_KEPT_BATCHES:], batch]
+        self.batches = [*self.batches[1 - NUM_KEPT_BATCHES :], batch]
         return batch
 
     def submit(self, batch: TrioBatch, sampled: np.ndarray, drafts: np.ndarray | None = None) -> int | Refused:
         """A step. The arrays are overwritten right behind the call, which a book must not mind."""
-        self._note(f"trio.submit({batch.name}, {self._text((sampled, drafts), {})})")
-        self.num_calls += 1
+        self._record("", "submit", batch, sampled, drafts)
         expected = answer(self.reference.submit, batch.reference, sampled, draft_token_ids=drafts)
         assert self._submit(self.embedded, batch.embedded, sampled, drafts) == expected
         if not isinstance(expected, Refused):
@@ -224,21 +139,12 @@ class Trio:
             return expected
         self._unsettled.append(expected)
         self._is_between_steps = False
-        self._deliveries.reference += self.reference.poll_outputs()
-        self._num_due = len(self._deliveries.reference)
-        self._check_embedded(has_stepped=True)
-        self._check_held_frames()
+        self._compare_embedded()
+        self._num_due = len(self._awaited)
+        self._compare_held_frames()
         if len(self._unsettled) > self.config.max_in_flight:  # the oldest frame is about to be overwritten
             self.settle()
         return expected  # type: ignore[no-any-return]
-
-    def step(self, rows: Sequence[Row], sampled: Any, drafts: Any = None, *, scheduled: Sequence[int] | None = None,
-             d: Sequence[int] | None = None) -> int | Refused:  # fmt: skip
-        """A batch and its step, for tests that are written by hand."""
-        batch = self.batch(rows, num_scheduled_tokens=scheduled, num_draft_tokens=d)
-        if isinstance(batch, Refused):
-            return batch
-        return self.submit(batch, np.array(sampled, np.int32), None if drafts is None else np.array(drafts, np.int32))
 
     @staticmethod
     def _submit(book: Book, batch: Batch, sampled: np.ndarray, drafts: np.ndarray | None) -> Any:
@@ -255,16 +161,24 @@ class Trio:
             messages = self.sidecar.stats().messages
             assert self._submit(self.sidecar, batch.sidecar, sampled, drafts) == Refused(InFlightFull.__name__)
             assert self.sidecar.stats().messages == messages
-            self.settle()
+            self.wake()
         if not self._is_paused:
             self.sidecar.wait_room(TIMEOUT_S)
+
+    def step(self, rows: Sequence[Row], sampled: Any, drafts: Any = None, *, scheduled: Sequence[int] | None = None,
+             d: Sequence[int] | None = None) -> int | Refused:  # fmt: skip
+        """A batch and its step, for tests that are written by hand."""
+        batch = self.batch(rows, num_scheduled_tokens=scheduled, num_draft_tokens=d)
+        if isinstance(batch, Refused):
+            return batch
+        return self.submit(batch, np.array(sampled, np.int32), None if drafts is None else np.array(drafts, np.int32))
 
     # The sidecar's pace
 
     def pause(self) -> None:
         """The sidecar stands still from here on, so that whatever is submitted stays in flight."""
         if not self._is_paused:
-            self._note("trio.pause()")
+            self._record("", "pause")
             os.kill(self.sidecar.sidecar_pid, signal.SIGSTOP)
             os.waitid(os.P_PID, self.sidecar.sidecar_pid, os.WSTOPPED)
             self._is_paused = True
@@ -280,78 +194,38 @@ class Trio:
         self.wake()
         self.sidecar.wait_applied(self.reference.step, TIMEOUT_S)
         for step in self._unsettled:
-            if step > self.reference.step - self.reference.num_frames:
-                with self.sidecar.frame(step) as frame:
-                    assert_frame(frame, self.reference.frame(step), "sidecar")
+            with self.sidecar.frame(step) as frame:
+                assert_frame(frame, self.reference.frame(step), "sidecar")
         self._unsettled.clear()
-        self._collect_sidecar()
+        self._compare_sidecar_outputs()
         if not self._is_between_steps:
-            self._check_state(self.sidecar, self._tables[1], "sidecar")
-
-    def _collect_sidecar(self) -> None:
-        """Deliveries of the applied steps are there; of what was called after them, some may be."""
-        came = self._deliveries
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            came.sidecar += map(plain, self.sidecar.poll_outputs())
-            if len(came.sidecar) >= self._num_due or time.monotonic() > deadline:
-                break
-        assert came.sidecar == came.reference[: len(came.sidecar)], "sidecar outputs"
-        assert len(came.sidecar) >= self._num_due, f"sidecar outputs are missing: {came.reference[len(came.sidecar) :]}"
-        del came.reference[: len(came.sidecar)]
-        self._num_due = 0
-        came.sidecar.clear()
+            assert_tables(self._sidecar_tables, self.reference, "sidecar")
+            assert_counters(self.sidecar, self.reference, "sidecar")
 
     # Comparing
 
-    def _after_message(self) -> None:
-        self._is_between_steps = True
-        self._deliveries.reference += self.reference.poll_outputs()
-        self._check_embedded(has_stepped=False)
-
-    def _check_embedded(self, *, has_stepped: bool) -> None:
+    def _compare_embedded(self) -> None:
         """An embedded book has applied every call when it returns."""
-        came = self._deliveries
-        came.embedded += map(plain, self.embedded.poll_outputs())
-        new = came.embedded
-        assert new == came.reference[len(came.reference) - len(new) :], "embedded outputs"
-        came.embedded = []
-        if has_stepped:
-            assert self.embedded.applied_step == self.reference.step
+        new = self.reference.poll_outputs()
+        assert [plain(outputs) for outputs in self.embedded.poll_outputs()] == new, "embedded outputs"
+        self._awaited += new
+        if not self._is_between_steps:
             assert_frame(self.embedded.frame(), self.reference.frame(), "embedded")
-        self._check_state(self.embedded, self._tables[0], "embedded")
+        assert_tables(self._embedded_tables, self.reference, "embedded")
+        assert_counters(self.embedded, self.reference, "embedded")
 
-    def _check_state(self, book: Book, tables: tuple[np.ndarray, np.ndarray], what: str) -> None:
-        """Both tables whole, counters, conservation."""
-        reference, length = self.reference, self.config.max_model_len
-        expected_tables = (reference.token_ids_table(), reference.is_token_ids_table())
-        for name, shown, expected in zip(("token_ids", "is_token_ids"), tables, expected_tables, strict=True):
-            if shown[:, :length].tobytes() != expected.tobytes():
-                raise AssertionError(f"{what}, {name}: {shown[:, :length]} is not {expected}")
-            assert not shown[:, length:].any(), f"{what}, {name} behind max_model_len"
-        stats = book.stats()
-        assert stats.dropped_tokens == reference.dropped, what
-        assert {Finish(reason): count for reason, count in stats.finished_requests.items()} == {
-            reason: count for reason, count in reference.finished.items() if reason
-        }, what
-        assert stats.submitted_tokens == stats.committed_tokens + sum(stats.dropped_tokens.values()), what
-        assert stats.num_rows_free + stats.num_rows_held == self.config.max_num_reqs, what
-        shown_counts = (
-            stats.submitted_steps, stats.applied_steps, stats.submitted_tokens, stats.committed_tokens,
-            stats.invalid_draft_tokens, stats.num_rows_held, stats.admitted_requests, stats.released_requests,
-            stats.outputs_dropped_requests, stats.replayed_messages, stats.stale_messages, stats.bad_messages,
-        )  # fmt: skip
-        expected_counts = (
-            reference.step, reference.step, reference.num_submitted_tokens, reference.num_committed_tokens,
-            reference.num_invalid_draft_tokens, reference.num_rows_held, self._num_admitted, self._num_released,
-            0, 0, 0, 0,
-        )  # fmt: skip
-        assert shown_counts == expected_counts, what
-        rounds, expected_rounds = book.spec_decode_stats(), reference.spec_decode_stats()
-        for name in (*vars(expected_rounds), "mean_acceptance_length"):
-            assert getattr(rounds, name) == getattr(expected_rounds, name), f"{what}, {name}"
-
-    # Readers
+    def _compare_sidecar_outputs(self) -> None:
+        """Deliveries of the applied steps are there; of what was called after them, some may be."""
+        came: list[ReferenceOutputs] = []
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            came += [plain(outputs) for outputs in self.sidecar.poll_outputs()]
+            if len(came) >= self._num_due or time.monotonic() > deadline:
+                break
+        assert came == self._awaited[: len(came)], "sidecar outputs"
+        assert len(came) >= self._num_due, f"the sidecar has not delivered {self._awaited[len(came) :]}"
+        del self._awaited[: len(came)]
+        self._num_due = 0
 
     def hold_frame(self, steps_ago: int) -> None:
         """Takes a frame and keeps it; `submit` looks at all that are kept."""
@@ -365,7 +239,7 @@ class Trio:
             else:
                 self._held_frames.append((frame, expected))
 
-    def _check_held_frames(self) -> None:
+    def _compare_held_frames(self) -> None:
         """A frame shows what it showed, and says so, until enough later steps were submitted; then it says that."""
         kept = []
         for frame, expected in self._held_frames:
@@ -397,7 +271,7 @@ class Trio:
     # Between examples
 
     def held(self) -> list[Row]:
-        """The handles that are not stale."""
+        """The handles that are not stale, by row."""
         rows = enumerate(self.reference._rows)
         return [Row(index, row.generation) for index, row in rows if row.asked is not State.FREE]
 
@@ -408,9 +282,9 @@ class Trio:
         self.step([], [])
         self.settle()
         assert self.held() == []
-        assert self._deliveries == Deliveries()
+        assert self._awaited == []
         self._held_frames.clear()
-        self.log.clear()
+        self._calls.clear()
         self._names.clear()
         self.handles.clear()
         self.batches.clear()
@@ -421,9 +295,29 @@ class Trio:
         self.embedded.close()
         self.sidecar.close()
 
+    def script(self) -> str:
+        """The calls since the trio was empty, as a test's lines."""
+        return "\n".join(
+            f"{result + ' = ' if result else ''}trio.{name}("
+            + ", ".join([*map(self._text, args), *(f"{key}={self._text(kwargs[key])}" for key in kwargs)])
+            + ")"
+            for result, name, args, kwargs in self._calls
+        )
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Row):
+            return self._names.get(value, repr(value))
+        if isinstance(value, TrioBatch):
+            return value.name
+        if isinstance(value, np.ndarray):
+            return f"np.array({value.tolist()}, np.{value.dtype})"
+        if isinstance(value, tuple | list):
+            return f"[{', '.join(map(self._text, value))}]"
+        return repr(value)
+
 
 class TrioPool:
-    """Trios between examples: one a configuration. One that failed is thrown away, as its books may differ."""
+    """Trios between examples, one a configuration. One that failed is thrown away: its books may differ."""
 
     def __init__(self) -> None:
         self._idle: dict[BookConfig, Trio] = {}
@@ -432,17 +326,14 @@ class TrioPool:
         """An empty trio, kept or new."""
         return self._idle.pop(config, None) or Trio(config)
 
-    def give_back(self, trio: Trio, *, has_failed: bool) -> None:
+    def give_back(self, trio: Trio) -> None:
         """Empties the trio and keeps it."""
         try:
-            assert not has_failed
             trio.empty()
         except BaseException:
             trio.close()
-            if not has_failed:
-                raise
-        else:
-            self._idle[trio.config] = trio
+            raise
+        self._idle[trio.config] = trio
 
     def close(self) -> None:
         """Ends all that are kept."""

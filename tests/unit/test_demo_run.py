@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
@@ -14,9 +15,10 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
 
 from click.testing import CliRunner  # noqa: E402
+from rich.console import Console  # noqa: E402
 
 from asyncbook import BookConfig, FinishReason, RequestParams  # noqa: E402
-from asyncbook.demo import results, weights  # noqa: E402
+from asyncbook.demo import live, results, weights  # noqa: E402
 from asyncbook.demo.bookkeeping import open_way  # noqa: E402
 from asyncbook.demo.command import demo_command  # noqa: E402
 from asyncbook.demo.engine import NUM_SPEC_TOKENS, Engine  # noqa: E402
@@ -92,6 +94,24 @@ def test_differences_are_told(loop):
     assert "request r4: token 2 is" in told
     assert "frame of step 4: num_tokens[1] is" in told
     assert "r4" in results.own_differences(other)[0]
+
+
+def test_display_shows_texts_while_they_grow(monkeypatch):
+    monkeypatch.setattr(live, "REFRESH_S", 0.0)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, height=30)
+    model, tokenizer = weights.load("random", torch.device("cpu"))
+    asked = requests(tokenizer)
+    config = BookConfig(max_num_reqs=3, max_model_len=100, vocab_size=260, num_spec_tokens=NUM_SPEC_TOKENS)
+    with open_way("loop", config) as book, live.Display(console, tokenizer, ["loop"], live=True) as display:
+        display.begin("loop", len(asked))
+        Runner(book, Engine(model, 3, 100, CHUNK), asked).run(display.after_step)
+        display.end(1, 1)
+    shown = screen.getvalue()
+    assert all(request.prompt.split()[0] in shown for request in asked)
+    first = tokenizer.decode(asked[0].token_ids[:2]).strip()
+    assert first in shown
+    assert "11/11" in shown
 
 
 def invoke(*options: str):
