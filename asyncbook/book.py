@@ -232,20 +232,26 @@ class Book(ABC):
         if not self._slots.is_known(batch):
             self._post(wire.DescribeBatch(self._next_seq(), self._slots.next_slot, wire.as_bytes(batch.fields)))
             self._slots.remember(batch)
+        seq = self._next_seq()
+        self._send_step(seq, step, batch.slot, sampled, drafts)
+        self._seq = seq
+        self._submitted_step = step
+        self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
+        return step
+
+    def _send_step(self, seq: int, step: int, batch_slot: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+        """Takes a step on its way, or raises with nothing done. The arrays may change once this returns."""
         message = wire.Step(
-            self._next_seq(),
+            seq,
             step,
-            batch.slot,
+            batch_slot,
             sampled.shape[1] if sampled.ndim == 2 else 1,
             sampled.itemsize == 8,
             wire.as_bytes(sampled),
             0 if drafts is None else drafts.shape[1],
             None if drafts is None else wire.as_bytes(drafts),
         )
-        self._post(message)
-        self._submitted_step = step
-        self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
-        return step
+        self._send(message)
 
     def _check_drafts(self, draft_token_ids: Any, n: int) -> np.ndarray:
         if self.config.num_spec_tokens == 0:

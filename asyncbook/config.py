@@ -11,6 +11,7 @@ from asyncbook.ipc.layout import INT32_MAX, MAX_IN_FLIGHT, MAX_POSITIONS, MAX_RO
 
 TRANSPORTS = ("zmq", "ring")
 RESTARTS = ("replay", "fail")
+IDLE_POLICIES = ("spin-then-sleep", "cadence")  # the names in worker/idle.py, which the runner does not import
 
 
 def _not_yet(feature: str) -> NotImplementedError:
@@ -28,7 +29,8 @@ class BookConfig:
 
     `max_num_reqs` rows of `max_model_len` positions; ids below `vocab_size`; at most `num_spec_tokens` drafts a row and
     step; at most `max_in_flight` steps submitted and not yet applied. `spin_us`: how long an idle sidecar looks for
-    work before it sleeps. `sidecar_cpu`: the core it is bound to. `start_timeout_s`: how long `spawn` waits for it
+    work before it sleeps; `idle_policy`: how it waits (`worker/idle.py`). `sidecar_cpu`: the core it is bound to.
+    `start_timeout_s`: how long `spawn` waits for it
     (kernels that must be compiled first do not count).
     """
 
@@ -44,6 +46,7 @@ class BookConfig:
     restart: str = "replay"
     sidecar_cpu: int | None = None
     spin_us: int = 50
+    idle_policy: str = "spin-then-sleep"
     start_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -57,6 +60,8 @@ class BookConfig:
             raise ValueError(f"transport is {self.transport!r}, expected one of {', '.join(TRANSPORTS)}")
         if self.restart not in RESTARTS:
             raise ValueError(f"restart is {self.restart!r}, expected one of {', '.join(RESTARTS)}")
+        if self.idle_policy not in IDLE_POLICIES:
+            raise ValueError(f"idle_policy is {self.idle_policy!r}, expected one of {', '.join(IDLE_POLICIES)}")
         if self.sidecar_cpu is not None and self.sidecar_cpu not in os.sched_getaffinity(0):
             usable = sorted(os.sched_getaffinity(0))
             raise ValueError(f"sidecar_cpu is {self.sidecar_cpu!r}, expected a core this process may use: {usable}")
@@ -71,8 +76,6 @@ class BookConfig:
             raise _not_yet("tokenizer (text and stop strings)")
         if self.device is not None:
             raise _not_yet("device (pinned frames)")
-        if self.transport == "ring":
-            raise _not_yet('transport="ring" (the sample ring)')
 
     @property
     def layout(self) -> Layout:

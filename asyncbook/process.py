@@ -74,6 +74,7 @@ class SidecarProcess:
                 str(directory),
                 config.vocab_size,
                 config.spin_us,
+                config.idle_policy,
                 config.sidecar_cpu,
                 wire.schema_hash(),
             )

@@ -18,6 +18,7 @@ from asyncbook.ipc.errors import BadMessage, InFlightFull, SidecarDied, SidecarT
 from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
+from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
@@ -37,11 +38,14 @@ class SidecarBook(Book):
 
     def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel, process: SidecarProcess) -> None:
         super().__init__(config, segment)
-        self._wake_at_step = OwnWord(self._segment.runner_words(), RunnerWord.WAKE_AT_STEP)
+        runner_part = segment.runner_part()
+        runner_words = self._layout.runner_words.view(runner_part, self._layout.runner_offset)
+        self._wake_at_step = OwnWord(runner_words, RunnerWord.WAKE_AT_STEP)
         self._wake_at_step.store_release(NO_WAKE)
         words = self._layout.words.view(self._segment.readable())
         self._flushed_step = SharedWord(words, Word.FLUSHED_STEP)
         self._outputs_sent = SharedWord(words, Word.OUTPUTS_SENT)
+        self._ring = SampleRingWriter(self._layout, runner_part, words) if config.transport == "ring" else None
         self._channel = channel
         self._process = process
         process.shake_hands(config.start_timeout_s)
@@ -58,6 +62,12 @@ class SidecarBook(Book):
         if not self._channel.send_command(wire.encode(message)):
             self._check_alive()
             raise InFlightFull(f"message {message.seq} does not fit: the sidecar has not taken the ones before it")
+
+    def _send_step(self, seq: int, step: int, batch_slot: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+        if self._ring is None:
+            super()._send_step(seq, step, batch_slot, sampled, drafts)
+        elif self._ring.write(step, seq, batch_slot, sampled, drafts):
+            self._channel.ring_doorbell()
 
     # Waiting
 

@@ -103,6 +103,10 @@ class RunnerChannel(_Channel):
         """False where the sidecar has not taken the messages before."""
         return self._send(self._commands, data)
 
+    def ring_doorbell(self) -> None:
+        """Wakes a sleeping sidecar: an empty message. One that does not fit needs no sending, others wake it."""
+        self._send(self._commands, b"")
+
     def wait_command_room(self, timeout_ms: int) -> bool:
         """Whether a command can be sent, after at most this long."""
         return bool(self._commands.poll(timeout_ms, zmq.POLLOUT))
@@ -160,15 +164,15 @@ class SidecarChannel(_Channel):
         """The next command, None where there is none yet."""
         return self._receive(self._commands)
 
-    def wait_command(self, *, or_room_for_outputs: bool) -> bool:
-        """Sleeps until a command can be received, a watched descriptor is readable or, if asked, outputs can be sent.
-        Returns whether a watched descriptor is readable."""
+    def wait_command(self, timeout_ms: int | None, *, or_room_for_outputs: bool) -> bool:
+        """Waits until a command can be received, a watched descriptor is readable, time is over (None: no limit) or, if
+        asked, outputs can be sent. False where a watched descriptor is readable."""
         if or_room_for_outputs:
             self._poller.register(self._outputs, zmq.POLLOUT)
-        ready = self._poller.poll()
+        ready = self._poller.poll(timeout_ms)
         if or_room_for_outputs:
             self._poller.unregister(self._outputs)
-        return any(not isinstance(socket, zmq.Socket) for socket, _ in ready)
+        return all(isinstance(socket, zmq.Socket) for socket, _ in ready)
 
     def send_event(self, event: wire.Event, timeout_ms: int = 1000) -> bool:
         """False where the runner did not take it in time."""

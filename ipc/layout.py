@@ -8,6 +8,8 @@
                | counters, histograms, counters of each row                  |
                +-------------------------------------------------------------+
                | RUNNER      hot words, one a cache line                     |          written by the runner
+               | sample ring: headers, ids int32, drafts int32; a slot for   |          (ids by its device, too)
+               |             each step in flight                             |
                +-------------------------------------------------------------+
                | frames      num_frames slots; in each, one after the other, |          written by the bookkeeper
                |             the columns: int32 x 8, uint32, uint8           |
@@ -75,6 +77,7 @@ class Word(IntEnum):
     APPLIED_SEQ = 1 * WORDS_PER_LINE  # sequence number of the last applied message
     FLUSHED_STEP = 2 * WORDS_PER_LINE  # outputs of this step were handed to the reader's socket, or kept for later
     OUTPUTS_SENT = 3 * WORDS_PER_LINE  # number of output messages handed over so far
+    IS_SLEEPING = 4 * WORDS_PER_LINE  # 1: the bookkeeper waits on its socket, and a step in the ring needs a doorbell
 
 
 class RunnerWord(IntEnum):
@@ -84,6 +87,17 @@ class RunnerWord(IntEnum):
 
 
 NO_WAKE = 2**62
+
+
+class SlotWord(IntEnum):
+    """int64 words in the header of a sample ring's slot: two cache lines."""
+
+    DESCRIBED = 0  # release-stored by the runner: the step that the words behind it, and the drafts, are of
+    MESSAGE_SEQ = 1
+    BATCH_SLOT = 2
+    WIDTH = 3  # ids a row
+    DRAFT_WIDTH = 4  # drafts a row; 0: none were given
+    ARRIVED = WORDS_PER_LINE  # the step whose ids are in the slot; written by whoever brought them, after them
 
 
 class Stamp(IntEnum):
@@ -167,6 +181,13 @@ class Histogram(IntEnum):
 # A bucket is the position of the leading bit and the three bits below it: at most 1/8 too wide, 0 ns to 36 minutes.
 HISTOGRAM_SUB_BITS = 3
 NUM_HISTOGRAM_BUCKETS = 41 * (1 << HISTOGRAM_SUB_BITS)
+
+
+def narrow(wide: np.ndarray, ids: np.ndarray) -> None:
+    """Writes int64 ids [n] into int32 `ids` [n]; what does not fit becomes the least int32, in no vocabulary."""
+    ids[:] = wide
+    if not np.array_equal(ids, wide):
+        ids[ids != wide] = INT32_MIN
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -267,8 +288,30 @@ class Layout:
         return _region("runner_words", self.runner_offset, (len(RunnerWord) * WORDS_PER_LINE,), np.int64)
 
     @property
+    def num_ring_slots(self) -> int:
+        """Slots of the sample ring: step s + max_in_flight is not submitted before step s is applied."""
+        return self.max_in_flight
+
+    @property
+    def ring_headers(self) -> Region:
+        """int64 [num_ring_slots, words of `SlotWord`]."""
+        return _region("ring_headers", self.runner_words.end, (self.num_ring_slots, 2 * WORDS_PER_LINE), np.int64)
+
+    @property
+    def ring_token_ids(self) -> Region:
+        """int32 [num_ring_slots, ids]: [n, width] from the start of the slot."""
+        num_ids = _round_up(self.max_num_reqs * (1 + self.num_spec_tokens), LINE_BYTES // 4)
+        return _region("ring_token_ids", self.ring_headers.end, (self.num_ring_slots, num_ids), np.int32)
+
+    @property
+    def ring_draft_token_ids(self) -> Region:
+        """int32 [num_ring_slots, ids]: [n, draft width] from the start of the slot."""
+        num_ids = _round_up(self.max_num_reqs * self.num_spec_tokens, LINE_BYTES // 4)
+        return _region("ring_draft_token_ids", self.ring_token_ids.end, (self.num_ring_slots, num_ids), np.int32)
+
+    @property
     def runner_end(self) -> int:
-        return _round_up(self.runner_words.end, PAGE_BYTES)
+        return _round_up(self.ring_draft_token_ids.end, PAGE_BYTES)
 
     # Frames
     @property
@@ -315,7 +358,8 @@ class Layout:
 # What the drawing promises.
 _SMALL = Layout(max_num_reqs=3, max_model_len=5, num_spec_tokens=2, max_in_flight=1)
 assert len(Owner) * 8 <= PAGE_BYTES
-assert all(word % WORDS_PER_LINE == 0 for word in (*Word, *RunnerWord))
+assert all(word % WORDS_PER_LINE == 0 for word in (*Word, *RunnerWord, SlotWord.ARRIVED))
+assert max(SlotWord) < 2 * WORDS_PER_LINE
 assert len(Stamp) <= WORDS_PER_LINE
 assert _SMALL.frame_bytes % LINE_BYTES == 0
 assert _SMALL.runner_offset % PAGE_BYTES == 0 == _SMALL.frames_offset % PAGE_BYTES

@@ -116,10 +116,10 @@ class Segment:
         """The whole segment, for its bookkeeper."""
         return self._map(0, self.layout.total_bytes, writable=True)
 
-    def runner_words(self) -> np.ndarray:
-        """int64 words of the RUNNER part, writable: all that a runner with a sidecar may write."""
+    def runner_part(self) -> memoryview:
+        """The RUNNER part, writable: all that a runner with a sidecar may write. Starts at `layout.runner_offset`."""
         start, end = self.layout.runner_offset, self.layout.runner_end
-        return self.layout.runner_words.view(self._map(start, end - start, writable=True), base=start)
+        return self._map(start, end - start, writable=True)
 
     def close(self) -> None:
         """Lets go of the descriptor. Idempotent. Views taken before stay valid until they are dropped."""

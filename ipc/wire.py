@@ -117,6 +117,7 @@ class Setup(msgspec.Struct, array_like=True):
     directory: str
     vocab_size: int
     spin_us: int
+    idle_policy: str
     sidecar_cpu: int | None
     schema_hash: str
 

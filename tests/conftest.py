@@ -124,9 +124,9 @@ def book(make_book: MakeBook) -> Book:
 # Steps
 
 
-def ids_of(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Lists as an int32 array, [n] or padded with -1 to [n, longest]; an array as it is."""
-    if isinstance(ids, np.ndarray):
+def ids_of(ids: Any) -> Any:
+    """Lists as an int32 array, [n] or padded with -1 to [n, longest]; an array or tensor as it is."""
+    if not isinstance(ids, Sequence):
         return ids
     if not any(isinstance(item, Sequence) for item in ids):
         return np.array(ids, np.int32)
@@ -137,16 +137,16 @@ def ids_of(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
 def step(
     book: Book,
     batch: Batch | Iterable[Row],
-    ids: Sequence[Any] | np.ndarray,
+    ids: Any,
     *,
-    drafts: Sequence[Any] | np.ndarray | None = None,
+    drafts: Any = None,
     scheduled: Sequence[int] | None = None,
     d: Sequence[int] | None = None,
 ) -> int:
     """One step, submitted and applied; its number. `scheduled` and `d` describe a batch that is given as rows."""
     if not isinstance(batch, Batch):
         batch = book.batch(batch, num_scheduled_tokens=scheduled, num_draft_tokens=d)
-    number = book.submit(batch, ids_of(ids), draft_token_ids=None if drafts is None else ids_of(drafts))
+    number = book.submit(batch, ids_of(ids), draft_token_ids=ids_of(drafts))
     book.wait_applied(number, TIMEOUT_S)
     return number
 

@@ -165,6 +165,7 @@ class RowState:
     params: Any = DEFAULT_PARAMS
     undelivered: list[int] = field(default_factory=list)
     finish_delivered: bool = False
+    stats: ReferenceSpecStats = field(default_factory=lambda: ReferenceSpecStats([]))
 
 
 def verified_ids(ids: list[int]) -> list[int]:
@@ -205,8 +206,8 @@ class ReferenceBook:
         self.step = 0
         self.dropped = dict.fromkeys(DROP_REASONS, 0)
         self.finished = dict.fromkeys(Finish, 0)
-        self.num_submitted_tokens = 0
-        self.num_committed_tokens = 0
+        self.num_admitted = self.num_released = 0
+        self.num_submitted_tokens = self.num_committed_tokens = 0
         self.num_invalid_draft_tokens = 0
         self._rows = [self._free_row(0) for _ in range(max_num_reqs)]
         self._live: dict[str, int] = {}  # request_id -> index, while the id is taken
@@ -234,11 +235,15 @@ class ReferenceBook:
         return self._frames[wanted]
 
     def token_ids(self, row: tuple[int, int]) -> list[int]:
-        """Committed ids of a row as of the latest frame, which must know of the row's admission."""
+        """Committed ids of a row as of the latest frame."""
+        return self._committed(row).token_ids[: self.frame()["num_tokens_no_spec"][row[0]]]
+
+    def _committed(self, row: tuple[int, int]) -> RowState:
+        """The row, unless its admission came after the latest frame."""
         state = self._check_handle(row)
-        frame = self.frame()
-        refuse_if(frame["generation"][row[0]] < state.admit_generation, "NotApplied", f"row {row} was admitted since")
-        return state.token_ids[: frame["num_tokens_no_spec"][row[0]]]
+        is_shown = self.frame()["generation"][row[0]] >= state.admit_generation
+        refuse_if(not is_shown, "NotApplied", f"row {row} was admitted since")
+        return state
 
     def token_ids_table(self) -> npt.NDArray[np.int32]:
         """The table `token_ids` of this moment."""
@@ -275,7 +280,9 @@ class ReferenceBook:
         row.stop_reason = NO_REASON
         row.request_id = request_id
         row.params = params
+        row.stats = ReferenceSpecStats([0] * self.num_spec_tokens)
         self._live[request_id] = index
+        self.num_admitted += 1
         if outputs and stops(params, outputs[-1], len(outputs) - 1):
             self._finish(row, Finish.STOP, outputs[-1])
         elif outputs and len(everything) >= self.max_model_len:
@@ -325,12 +332,10 @@ class ReferenceBook:
 
     def submit(self, batch: ReferenceBatch, sampled_token_ids: Any, *, draft_token_ids: Any = None) -> int:
         """A whole step: every row's drafts go, then the rows of the batch in order, then the frame and the outputs."""
-        sampled = as_rows(sampled_token_ids)
-        self._check_ids(batch, sampled, 1 + self.num_spec_tokens)
-        drafts = [None] * len(batch.rows) if draft_token_ids is None else as_rows(draft_token_ids)
+        sampled = self._check_ids(batch, sampled_token_ids, 1 + self.num_spec_tokens)
+        drafts: Sequence[list[int] | None] = [None] * len(batch.rows)
         if draft_token_ids is not None:
-            refuse_if(self.num_spec_tokens == 0, "InvalidBatch", "drafts for a book without")
-            self._check_ids(batch, drafts, self.num_spec_tokens)
+            drafts = self._check_ids(batch, draft_token_ids, self.num_spec_tokens)
         self.step += 1
         for row in self._rows:
             self._drop_drafts(row)
@@ -344,11 +349,14 @@ class ReferenceBook:
         self._deliver([self._rows[handle.index] for handle in batch.rows])
         return self.step
 
-    def _check_ids(self, batch: ReferenceBatch, given: list[Any], width: int) -> None:
-        """One row of ids for each row of the batch, none too long."""
+    def _check_ids(self, batch: ReferenceBatch, given: Any, most: int) -> list[list[int]]:
+        """One row of ids for each row of the batch, none too long, no array without a column."""
+        rows = as_rows(given)
         n = len(batch.rows)
-        refuse_if(len(given) != n, "InvalidBatch", f"{len(given)} rows of ids for a batch of {n}")
-        refuse_if(any(len(ids) > width for ids in given), "InvalidBatch", f"more than {width} ids")
+        widths = [given.shape[1] if given.ndim == 2 else 1] if isinstance(given, np.ndarray) else [1]
+        refuse_if(len(rows) != n, "InvalidBatch", f"{len(rows)} rows of ids for a batch of {n}")
+        refuse_if(max([*widths, *map(len, rows)]) > most or 0 in widths, "InvalidBatch", f"not 1 to {most} ids a row")
+        return rows
 
     def _drop_drafts(self, row: RowState) -> None:
         """Both tables are zero past `num_tokens_no_spec`, and `num_tokens` says so."""
@@ -390,7 +398,7 @@ class ReferenceBook:
         # Rule 4
         if d > 0 and v > 0:
             row.num_accepted_tokens = v - 1
-            self._count_round(d if row.verifies is None else min(d, row.verifies), v, m)
+            self._count_round(row, d if row.verifies is None else min(d, row.verifies), v, m)
         # Rule 5
         if row.state is State.RUNNING and new_drafts is not None:
             self._write_drafts(row, new_drafts)
@@ -441,16 +449,17 @@ class ReferenceBook:
         row.finish_reason, row.stop_reason = reason, stop_reason
         self.finished[reason] += 1
 
-    def _count_round(self, n: int, v: int, m: int) -> None:
-        """Draft rounds."""
+    def _count_round(self, row: RowState, n: int, v: int, m: int) -> None:
+        """Draft rounds: for the book and for the request."""
         if n == 0:
             return
-        self._stats.num_drafts += 1
-        self._stats.num_draft_tokens += n
-        self._stats.num_accepted_tokens += v - 1
-        self._stats.num_emitted_tokens += m
-        for position in range(v - 1):
-            self._stats.num_accepted_tokens_per_pos[position] += 1
+        for stats in (self._stats, row.stats):
+            stats.num_drafts += 1
+            stats.num_draft_tokens += n
+            stats.num_accepted_tokens += v - 1
+            stats.num_emitted_tokens += m
+            for position in range(v - 1):
+                stats.num_accepted_tokens_per_pos[position] += 1
 
     def _write_drafts(self, row: RowState, new_drafts: list[int]) -> None:
         """Rule 5: the ids before the first that is none, as many as have room, behind the committed ones."""
@@ -509,6 +518,7 @@ class ReferenceBook:
             self._deliver([row])
         if effect in ("abort and clear", "clear"):
             row = self._rows[handle[0]] = self._free_row(row.generation)
+            self.num_released += 1
         if effect == "preempt":
             row.remembered = row.num_computed_tokens
             row.num_computed_tokens = 0
@@ -552,6 +562,6 @@ class ReferenceBook:
         deliveries, self._queue = self._queue, []
         return deliveries
 
-    def spec_decode_stats(self) -> ReferenceSpecStats:
-        """Draft rounds of the whole book."""
-        return copy.deepcopy(self._stats)
+    def spec_decode_stats(self, row: tuple[int, int] | None = None) -> ReferenceSpecStats:
+        """Draft rounds of the whole book, or of the request in a row."""
+        return copy.deepcopy(self._stats if row is None else self._committed(row).stats)

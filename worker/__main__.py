@@ -45,12 +45,13 @@ def _serve(segment: Segment, setup: wire.Setup, channel: SidecarChannel, lifetim
     # Imported here, so that a refusal does not wait for numba.
     from asyncbook.worker import jit
     from asyncbook.worker.duty import DutyCycle
-    from asyncbook.worker.idle import SpinThenSleep
+    from asyncbook.worker.idle import POLICIES
 
     channel.watch(lifetime)
     if not jit.is_cached():
         channel.send_event(wire.Compiling(jit.cache_path()))
-    duty = DutyCycle(segment.layout, segment.writable(), setup.vocab_size, channel, SpinThenSleep(setup.spin_us))
+    idle_policy = POLICIES[setup.idle_policy](setup.spin_us)
+    duty = DutyCycle(segment.layout, segment.writable(), setup.vocab_size, channel, idle_policy)
     jit.compile_all()
     channel.send_event(wire.Ready(setup.token, os.getpid(), LAYOUT_VERSION, wire.schema_hash()))
     duty.run()

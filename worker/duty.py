@@ -1,8 +1,13 @@
-"""The duty cycle of the sidecar: take a command, apply it, wake who sleeps for it, flush; sleep when there is none."""
+"""The duty cycle of the sidecar: take what is next, apply it, wake who sleeps for it, flush; else wait.
+
+What is next is decided by sequence number alone: messages come on the commands socket, steps there or in the sample
+ring, and both carry the place that the runner gave them.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.channel import SidecarChannel
@@ -11,28 +16,36 @@ from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import Counter, Layout, RunnerWord, Word
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
+from asyncbook.ipc.ring import SampleRingReader
 from asyncbook.worker.bookkeeper import Bookkeeper
-from asyncbook.worker.idle import IdlePolicy
+from asyncbook.worker.idle import Idle, IdlePolicy
 from asyncbook.worker.ledger import Outcome
 
 logger = logging.getLogger(__name__)
+
+NAP_MS = 1
+MAX_LOGGED_KINDS = 100
 
 
 class DutyCycle:
     """One thread, one loop. Ends with the `Stop` message, or when the runner is gone."""
 
     def __init__(
-        self, layout: Layout, memory: memoryview, vocab_size: int, channel: SidecarChannel, idle: IdlePolicy
+        self, layout: Layout, memory: memoryview, vocab_size: int, channel: SidecarChannel, idle_policy: IdlePolicy
     ) -> None:
         self._channel = channel
-        self._idle = idle
+        self._idle_policy = idle_policy
         self._bookkeeper = Bookkeeper(layout, memory, vocab_size, self)
+        self._ledger = self._bookkeeper.ledger
+        self._ring = SampleRingReader(layout, memory)
         self._counters = layout.counters.view(memory)
         words = layout.words.view(memory)
         self._applied_seq = OwnWord(words, Word.APPLIED_SEQ)
         self._flushed_step = OwnWord(words, Word.FLUSHED_STEP)
         self._outputs_sent = OwnWord(words, Word.OUTPUTS_SENT)
+        self._is_sleeping = OwnWord(words, Word.IS_SLEEPING)
         self._wake_at_step = SharedWord(layout.runner_words.view(memory), RunnerWord.WAKE_AT_STEP)
+        self._early: wire.AnyCommand | None = None  # came on the socket before a step that is in the ring
         self._woken_at_step = 0
         self._outputs_seq = 0
         self._unsent: wire.Outputs | None = None
@@ -41,41 +54,96 @@ class DutyCycle:
     def run(self) -> None:
         """Until `Stop` or the runner's end. Raises `BadMessage` where the stream from the runner has a gap."""
         while True:
-            data = self._channel.receive_command()
-            if data is not None:
-                self._idle.worked()
-                if self._apply(data) is Outcome.STOP:
+            message = self._next()
+            if message is not None:
+                if self._apply(message) is Outcome.STOP:
                     return
-            elif self._idle.should_sleep():
-                if self._unsent is not None and self.has_room():
-                    self._flush()
-                if self._channel.wait_command(or_room_for_outputs=self._unsent is not None):
-                    return  # the runner's end of the lifetime pipe is closed
+                self._idle_policy.worked()
+            elif not self._wait():
+                return
 
-    def _apply(self, data: bytes) -> Outcome | None:
+    # What is next
+
+    def _next(self) -> wire.AnyCommand | None:
+        """The message that is next in order, if it is here."""
+        step = self._ledger.step + 1
+        seq = self._ledger.applied_seq + 1
+        ring = self._ring
+        if ring.is_submitted(step) and ring.message_seq(step) == seq:
+            if not ring.has_arrived(step):
+                return None
+            return ring.message(step, self._ledger.num_batch_rows(ring.batch_slot(step)))
+        if self._early is not None:
+            if self._early.seq != seq:
+                return None
+            message, self._early = self._early, None
+            return message
+        message = self._receive()
+        if message is None or message.seq <= seq:
+            return message
+        self._early = message
+        # A message from behind a step is held back for that step. Without one in the ring, something is missing.
+        if not ring.is_submitted(step):
+            raise BadMessage(f"message {message.seq} came after message {seq - 1}: one is missing")
+        return None
+
+    def _receive(self) -> wire.AnyCommand | None:
+        data = self._channel.receive_command()
+        if not data:  # nothing, or a doorbell, which says no more than that there is something in the ring
+            return None
         try:
-            message = wire.decode_command(data)
+            return wire.decode_command(data)
         except BadMessage as error:
             self._count_bad(str(error))
             return None
+
+    def _count_bad(self, reason: str) -> None:
+        self._counters[Counter.BAD_MESSAGES] += 1
+        kind = reason.split(":")[0]
+        if kind not in self._logged_kinds and len(self._logged_kinds) < MAX_LOGGED_KINDS:
+            self._logged_kinds.add(kind)
+            logger.warning("skipped a bad message (further ones of this kind are only counted): %s", reason)
+
+    # Waiting
+
+    def _wait(self) -> bool:
+        """Before the next look. False when the runner is gone."""
+        what = self._idle_policy.idle()
+        if what is not Idle.SPIN and self._ring.is_submitted(self._ledger.step + 1):
+            what = Idle.SPIN  # its ids come from a device, which rings no bell
+        if what is Idle.SPIN:
+            os.sched_yield()
+            return True
+        if what is Idle.NAP:
+            return self._wait_for_command(NAP_MS)
+        # Said, then looked once more: see SampleRingWriter.write for the other half.
+        self._is_sleeping.store_release(1)
+        fence()
+        runner_lives = True
+        if not self._ring.is_submitted(self._ledger.step + 1):
+            runner_lives = self._wait_for_command(None)
+        self._is_sleeping.store_release(0)
+        return runner_lives
+
+    def _wait_for_command(self, timeout_ms: int | None) -> bool:
+        if self._unsent is not None and self.has_room():
+            self._flush()
+        return self._channel.wait_command(timeout_ms, or_room_for_outputs=self._unsent is not None)
+
+    # Applying
+
+    def _apply(self, message: wire.AnyCommand) -> Outcome:
         outcome = self._bookkeeper.apply(message)
         if isinstance(message, wire.Step):
             self._wake_runner(message.step)
-        self._applied_seq.store_release(message.seq)
+        self._applied_seq.store_release(self._ledger.applied_seq)
         self._flush()
         return outcome
 
     def _flush(self) -> None:
         self._bookkeeper.flush()
         self._outputs_sent.store_release(self._outputs_seq - (self._unsent is not None))
-        self._flushed_step.store_release(self._bookkeeper.ledger.step)
-
-    def _count_bad(self, reason: str) -> None:
-        self._counters[Counter.BAD_MESSAGES] += 1
-        kind = reason.split(":")[0]
-        if kind not in self._logged_kinds and len(self._logged_kinds) < 100:
-            self._logged_kinds.add(kind)
-            logger.warning("skipped a bad message (further ones of this kind are only counted): %s", reason)
+        self._flushed_step.store_release(self._ledger.step)
 
     def _wake_runner(self, step: int) -> None:
         """One wake-up for one request to be woken: the runner stores another step when it sleeps again.
@@ -89,7 +157,7 @@ class DutyCycle:
             self._woken_at_step = wake_at_step
             self._channel.send_event(wire.Wake(step))
 
-    # The reader of the outputs: the runner's socket, and one message that it did not take yet.
+    # The reader of the outputs: the runner's socket, and one message that it did not take yet
 
     def has_room(self) -> bool:
         """Whether the message before has gone out, at the latest now."""

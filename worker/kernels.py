@@ -39,7 +39,6 @@ NUM_DELIVERED = int(rules.Field.NUM_DELIVERED)
 BATCH_ROW, BATCH_GENERATION = wire.BatchField.ROW, wire.BatchField.GENERATION
 BATCH_SCHEDULED, BATCH_DRAFTS = wire.BatchField.NUM_SCHEDULED_TOKENS, wire.BatchField.NUM_DRAFT_TOKENS
 NUM_INT32_COLUMNS = layout.NUM_INT32_COLUMNS
-INT32_MIN, INT32_MAX = layout.INT32_MIN, layout.INT32_MAX
 ALL_ROWS = -1  # a history length: any row may have changed
 SPARSE_SHARE = 4  # copying row by row pays while fewer than one row in this many changed
 
@@ -52,17 +51,7 @@ _BOOL = types.boolean[::1]
 _BOOL_2D = types.boolean[:, ::1]
 _INT = types.int64
 _READ_ONLY_INT32_2D = types.Array(types.int32, 2, "C", readonly=True)
-_READ_ONLY_INT64_2D = types.Array(types.int64, 2, "C", readonly=True)
 _BOOK = (_INT32_2D, _INT32_2D, _BOOL_2D)  # work, token_ids, is_token_ids
-
-
-@kernel(_READ_ONLY_INT64_2D, _INT32_2D)
-def narrow(wide, ids):
-    """int64 [n, w] to int32 [n, w]; what does not fit becomes the least int32, which is in no vocabulary."""
-    for i in range(wide.shape[0]):
-        for j in range(wide.shape[1]):
-            value = wide[i, j]
-            ids[i, j] = value if INT32_MIN <= value <= INT32_MAX else INT32_MIN
 
 
 @rule

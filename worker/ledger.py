@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import INT32_MAX, NUM_INT32_COLUMNS, Counter, FinishReason, Layout
+from asyncbook.ipc.layout import INT32_MAX, NUM_INT32_COLUMNS, Counter, FinishReason, Layout, narrow
 from asyncbook.ipc.wire import BatchField
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
@@ -62,7 +62,6 @@ class Ledger:
         self.history_lengths = np.zeros(layout.num_frames, np.int64)
         self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths)
         self._takes_drafts = np.zeros(num_rows, np.bool_)
-        self._narrowed = np.zeros(num_rows * (1 + layout.num_spec_tokens), np.int32)
         self._no_drafts = np.ndarray((num_rows, 0), np.int32, b"")
         self._batches: list[np.ndarray | None] = [None] * wire.NUM_BATCH_SLOTS
         self._handlers: dict[type[wire.Command], Callable[..., Outcome]] = {
@@ -90,6 +89,13 @@ class Ledger:
         return outcome
 
     # Steps
+
+    def num_batch_rows(self, slot: int) -> int:
+        """Rows of the batch in a slot. Raises `BadMessage` where it holds none."""
+        batch = self._batches[slot] if 0 <= slot < wire.NUM_BATCH_SLOTS else None
+        if batch is None:
+            raise BadMessage(f"batch slot {slot} holds no batch")
+        return batch.shape[1]
 
     def _describe_batch(self, message: wire.DescribeBatch) -> Outcome:
         if not 0 <= message.slot < wire.NUM_BATCH_SLOTS:
@@ -136,10 +142,10 @@ class Ledger:
             raise BadMessage(f"{len(data)} bytes of ids, expected {num_rows} rows of {width} ids of {itemsize} bytes")
         if not wide:
             return np.ndarray((num_rows, width), np.int32, data)
-        ids = self._narrowed[: num_rows * width].reshape(num_rows, width)
-        kernels.narrow(np.ndarray((num_rows, width), np.int64, data), ids)
+        ids = np.empty(num_rows * width, np.int32)
+        narrow(np.ndarray(num_rows * width, np.int64, data), ids)
         ids.flags.writeable = False
-        return ids
+        return ids.reshape(num_rows, width)
 
     # The life of a row
 

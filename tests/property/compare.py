@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncbook import Book, ContractError, Frame, StepOutputs
-from tests.reference import COLUMNS, Finish, ReferenceBook, ReferenceOutputs, ReferenceRefused
+from asyncbook import Book, ContractError, Frame, SpecDecodeStats, StepOutputs
+from tests.reference import COLUMNS, Finish, ReferenceBook, ReferenceOutputs, ReferenceRefused, ReferenceSpecStats
 
 Tables = tuple[np.ndarray, np.ndarray]
 
@@ -92,6 +92,10 @@ def assert_counters(book: Book, reference: ReferenceBook, what: str) -> None:
         0, 0, 0, 0,
     )  # fmt: skip
     assert shown == expected, what
-    rounds, expected_rounds = book.spec_decode_stats(), reference.spec_decode_stats()
-    for name in (*vars(expected_rounds), "mean_acceptance_length"):
-        assert getattr(rounds, name) == getattr(expected_rounds, name), f"{what}, {name}"
+    assert_rounds(book.spec_decode_stats(), reference.spec_decode_stats(), what)
+
+
+def assert_rounds(shown: SpecDecodeStats, expected: ReferenceSpecStats, what: str) -> None:
+    """Counts of draft rounds."""
+    for name in (*vars(expected), "mean_acceptance_length"):
+        assert getattr(shown, name) == getattr(expected, name), f"{what}, {name}"

@@ -1,8 +1,8 @@
 """The reference, an embedded book and a sidecar book side by side: the same calls, the same answers, the same bytes.
 
 `Trio` takes a call, gives it to all three, and compares. The embedded book is compared after every call; the sidecar as
-soon as it has applied the same step (`settle`), with every frame that it wrote meanwhile. A call that is refused answers
-with a `Refused`, which must name the same error in all three.
+soon as it has applied the same step (`settle`), with every frame that it wrote meanwhile. A call that is refused
+answers with a `Refused`, which must name the same error in all three.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ import numpy as np
 
 import asyncbook
 from asyncbook import Batch, Book, BookConfig, Frame, FrameExpired, InFlightFull, RequestParams, Row
-from tests.property.compare import Refused, answer, assert_counters, assert_frame, assert_tables, padded_tables, plain
+from tests.property.compare import (
+    Refused,
+    answer,
+    assert_counters,
+    assert_frame,
+    assert_rounds,
+    assert_tables,
+    padded_tables,
+    plain,
+)
 from tests.reference import ReferenceBatch, ReferenceBook, ReferenceOutputs, State
 
 TIMEOUT_S = 60.0  # a limit for waits that end in microseconds; only a broken book gets there
@@ -254,19 +263,21 @@ class Trio:
         self._held_frames = kept
 
     def read(self, row: Row) -> None:
-        """Committed ids of a row, by the public calls."""
+        """Committed ids and draft rounds of a row, by the public calls."""
         self.settle()
         expected = answer(self.reference.token_ids, row)
         for book in (self.embedded, self.sidecar):
             ids, outputs = answer(book.token_ids, row), answer(book.output_token_ids, row)
+            rounds = answer(book.spec_decode_stats, row)
             if isinstance(expected, Refused):
-                assert ids == outputs == expected
+                assert ids == outputs == rounds == expected
                 continue
+            assert_rounds(rounds, self.reference.spec_decode_stats(row), "one row")
             num_prompt_tokens = int(self.reference.frame()["num_prompt_tokens"][row.index])
             assert ids.tolist() == expected
             assert outputs.tolist() == expected[num_prompt_tokens:]
             assert ids.dtype == outputs.dtype == np.int32
-            assert not (ids.flags.writeable or outputs.flags.writeable)
+            assert not any(array.flags.writeable for array in (ids, outputs))
 
     # Between examples
 
@@ -310,7 +321,7 @@ class Trio:
         if isinstance(value, TrioBatch):
             return value.name
         if isinstance(value, np.ndarray):
-            return f"np.array({value.tolist()}, np.{value.dtype})"
+            return f"np.array({value.tolist()}, np.{value.dtype}).reshape({value.shape})"
         if isinstance(value, tuple | list):
             return f"[{', '.join(map(self._text, value))}]"
         return repr(value)

@@ -314,6 +314,7 @@ def test_rounds_and_mean_acceptance_length() -> None:
     stats = book.spec_decode_stats()
     assert stats == ReferenceSpecStats([3, 2, 1], 4, 12, 6, 10)
     assert stats.mean_acceptance_length == 2.5
+    assert book.spec_decode_stats(row) == stats
     step(book, row, [7])
     assert have(book, 0, num_accepted_tokens=0)
     assert book.spec_decode_stats() == stats
@@ -372,6 +373,7 @@ def test_given_count_is_of_the_previous_step_and_a_live_handle() -> None:
     book.submit(batch, [[2]], draft_token_ids=[[-1]])  # given under a stale handle
     step(book, row, [3, 4], d=2)
     assert book.spec_decode_stats() == ReferenceSpecStats([2, 0, 0], 2, 4, 2, 4)
+    assert book.spec_decode_stats(row) == ReferenceSpecStats([1, 0, 0], 1, 2, 1, 2)
 
 
 def test_given_count_is_of_drafts_that_the_book_took() -> None:
