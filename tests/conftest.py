@@ -172,6 +172,16 @@ def stopped_sidecar(book: Book) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@contextmanager
+def in_flight(book: Book) -> Iterator[None]:
+    """What is sent inside the block is applied behind it, where a book can wait: an embedded one applies at once."""
+    if book.sidecar_pid is None:
+        yield
+        return
+    with stopped_sidecar(book):
+        yield
+
+
 def _thread_states(pid: int) -> set[str]:
     return {stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")}
 

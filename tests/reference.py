@@ -5,9 +5,8 @@ It applies every call at once. Nothing in it is meant to be fast; it is the chec
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
@@ -564,4 +563,5 @@ class ReferenceBook:
 
     def spec_decode_stats(self, row: tuple[int, int] | None = None) -> ReferenceSpecStats:
         """Draft rounds of the whole book, or of the request in a row."""
-        return copy.deepcopy(self._stats if row is None else self._committed(row).stats)
+        stats = self._stats if row is None else self._committed(row).stats
+        return replace(stats, num_accepted_tokens_per_pos=list(stats.num_accepted_tokens_per_pos))

@@ -73,13 +73,9 @@ class DutyCycle:
             if not ring.has_arrived(step):
                 return None
             return ring.message(step, self._ledger.num_batch_rows(ring.batch_slot(step)))
-        if self._early is not None:
-            if self._early.seq != seq:
-                return None
-            message, self._early = self._early, None
-            return message
-        message = self._receive()
+        message = self._early or self._receive()
         if message is None or message.seq <= seq:
+            self._early = None
             return message
         self._early = message
         # A message from behind a step is held back for that step. Without one in the ring, something is missing.

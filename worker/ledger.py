@@ -95,7 +95,7 @@ class Ledger:
         batch = self._batches[slot] if 0 <= slot < wire.NUM_BATCH_SLOTS else None
         if batch is None:
             raise BadMessage(f"batch slot {slot} holds no batch")
-        return batch.shape[1]
+        return int(batch.shape[1])
 
     def _describe_batch(self, message: wire.DescribeBatch) -> Outcome:
         if not 0 <= message.slot < wire.NUM_BATCH_SLOTS:

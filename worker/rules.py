@@ -257,7 +257,8 @@ def step_row(work, token_ids, is_token_ids, stop_ids, counters, row_counters, sa
         finish(work, token_ids, is_token_ids, counters, row, ERROR, -1)
         return CHANGED
     m = take_ids(work, token_ids, is_token_ids, stop_ids, counters, sampled_row, v, row, vocab_size, max_model_len)
-    computed = max(computed + scheduled - (d + 1 - m), 0)
+    # A preempted row may have been scheduled for any number: what is remembered must stay an int32.
+    computed = min(max(computed + scheduled - (d + 1 - m), 0), INT32_MAX)
     work[REMEMBERED, row] = computed
     if state == RUNNING:
         work[COMPUTED, row] = computed

@@ -21,14 +21,17 @@ BAD_INT32 = (-2, -5, 2**31 - 1, -(2**31))
 BAD_INT64 = (*BAD_INT32, 2**31, 2**40, -(2**31) - 1, -(2**40))
 
 CONFIGS = {
-    "many in flight": BookConfig(
-        max_num_reqs=4, max_model_len=8, vocab_size=5, num_spec_tokens=2, max_in_flight=8
+    "many in flight": BookConfig(max_num_reqs=4, max_model_len=8, vocab_size=5, num_spec_tokens=2, max_in_flight=8),
+    "ring": BookConfig(
+        max_num_reqs=4, max_model_len=8, vocab_size=5, num_spec_tokens=2, max_in_flight=3, transport="ring"
     ),
     "no drafts": BookConfig(max_num_reqs=3, max_model_len=6, vocab_size=4),
     # More rows than a cache line of a column has, few of them in a step: frames are copied row by row.
     "many rows": BookConfig(max_num_reqs=70, max_model_len=18, vocab_size=6, num_spec_tokens=3, max_in_flight=1),
-    "least": BookConfig(max_num_reqs=1, max_model_len=1, vocab_size=1, num_spec_tokens=1, max_in_flight=1),
-}  # fmt: skip
+    "least": BookConfig(
+        max_num_reqs=1, max_model_len=1, vocab_size=1, num_spec_tokens=1, max_in_flight=1, transport="ring"
+    ),
+}
 
 
 class Choices(Protocol):
@@ -254,7 +257,8 @@ def settle(trio: Trio, choices: Choices) -> None:
     trio.settle()
 
 
-OPERATIONS: dict[Callable[[Trio, Choices], None], int] = {  # and how often each is called
+Operation = Callable[[Trio, Choices], None]
+OPERATIONS: dict[Operation, int] = {  # and how often each is called
     admit: 22,
     submit_new: 24,
     submit_kept: 18,

@@ -322,6 +322,9 @@ class Trio:
             return value.name
         if isinstance(value, np.ndarray):
             return f"np.array({value.tolist()}, np.{value.dtype}).reshape({value.shape})"
+        if isinstance(value, RequestParams):
+            fields = {name: given for name, given in vars(value).items() if given != getattr(RequestParams, name)}
+            return f"RequestParams({', '.join(f'{name}={given!r}' for name, given in fields.items())})"
         if isinstance(value, tuple | list):
             return f"[{', '.join(map(self._text, value))}]"
         return repr(value)

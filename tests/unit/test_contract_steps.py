@@ -155,7 +155,7 @@ def test_batch_takes_counts_of_any_integer_type(book: Book) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "column", "reversed", "fortran", "subclass"])
 def test_submit_takes_any_memory_layout(book: Book, dtype: type, layout: str) -> None:
     rows = [book.admit(name, [1]) for name in "abc"]
-    ids = np.array([[11, 12], [21, 22], [31, 32]], dtype)
+    ids: np.ndarray = np.array([[11, 12], [21, 22], [31, 32]], dtype)
     sampled = {
         "contiguous": ids,
         "column": np.repeat(ids, 2, axis=1)[:, ::2],
@@ -164,7 +164,7 @@ def test_submit_takes_any_memory_layout(book: Book, dtype: type, layout: str) ->
         "subclass": ids.view(np.recarray),
     }[layout]
     step(book, rows, sampled, drafts=sampled)
-    assert [tokens(book, row) for row in rows] == [[1, 11, 12] * 1 + [11, 12], [1, 21, 22, 21, 22], [1, 31, 32, 31, 32]]
+    assert [tokens(book, row) for row in rows] == [[1, 11, 12, 11, 12], [1, 21, 22, 21, 22], [1, 31, 32, 31, 32]]
     read_only = ids[:, 0].copy()
     read_only.flags.writeable = False
     step(book, rows, read_only)
@@ -333,7 +333,8 @@ def test_steps_in_flight_are_bounded(make_book: MakeBook, kind: str) -> None:
                 assert fragment in str(caught.value)
         assert book.stats().messages == held
         assert book.applied_step == first
-        for wait in (lambda: book.wait_applied(first + 1, 0.01), lambda: book.wait_room(0.01)):
+        waits: list[Callable[[], None]] = [lambda: book.wait_applied(first + 1, 0.01), lambda: book.wait_room(0.01)]
+        for wait in waits:
             with pytest.raises(SidecarTimeout) as late:
                 wait()
             assert f"step {first + 1}" in str(late.value)
