@@ -24,6 +24,7 @@ column and every table row starts on a cache line. A word is an int64 alone on i
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from dataclasses import dataclass
@@ -353,6 +354,16 @@ class Layout:
     @property
     def total_bytes(self) -> int:
         return _round_up(self.is_token_ids.end, PAGE_BYTES)
+
+
+def layout_hash() -> str:
+    """16 hex digits that change when a name, an index, an offset, a shape or a dtype above changes."""
+    sample = Layout(max_num_reqs=7, max_model_len=33, num_spec_tokens=3, max_in_flight=2)
+    regions = [value for value in (getattr(sample, name) for name in dir(sample)) if isinstance(value, Region)]
+    parts = [repr([sample.frame_int32(1), sample.frame_uint8(1), *regions])]
+    for words in (Owner, Word, RunnerWord, SlotWord, Stamp, Column, Counter, RowCounter, Histogram, FinishReason):
+        parts.append(repr([(word.name, word.value) for word in words]))
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
 # What the drawing promises.

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from asyncbook.ipc.errors import BadMessage
+from asyncbook.ipc.layout import layout_hash
 
 MAX_MESSAGE_BYTES = 1 << 30
 NUM_BATCH_SLOTS = 32  # batches the book remembers; the runner describes an older one again
@@ -178,8 +179,8 @@ AnyEvent = Compiling | Ready | Refused | Wake | Fault
 
 
 def schema_hash() -> str:
-    """16 hex digits that change when any message's fields, types, order or tag change."""
-    text = []
+    """16 hex digits that change when any message's fields, types, order or tag change, or the layout of the segment."""
+    text = [layout_hash()]
     for struct in (*typing.get_args(AnyCommand), *typing.get_args(AnyEvent), Outputs, Setup):
         info = msgspec.inspect.type_info(struct)
         assert isinstance(info, msgspec.inspect.StructType)

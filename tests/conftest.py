@@ -284,7 +284,8 @@ def refused(book: Book, error: type[Exception], *fragments: str) -> Iterator[Non
     assert book.poll_outputs() == []
     if probe is not None:
         assert _probe(book) == (probe.index, probe.generation + 1)
-    book.poll_outputs()
+        step(book, [], [])  # the probe's end is delivered by now
+        book.poll_outputs()
 
 
 def _probe(book: Book) -> Row:
