@@ -76,9 +76,11 @@ class RequestNames:
 
     def step_outputs(self, step: int, columns: OutputColumns) -> StepOutputs:
         """A delivery with the requests' ids in the place of their numbers."""
-        request_ids = self._names[columns.request_nos].tolist()
-        if columns.finish_reasons.any():
-            for request_no in columns.request_nos[columns.finish_reasons != 0].tolist():
+        request_nos = columns.request_nos
+        request_ids = self._names[request_nos].tolist()
+        finish_reasons = columns.finish_reasons.astype(np.uint8)
+        if finish_reasons.any():
+            for request_no in request_nos[finish_reasons != 0].tolist():
                 self._names[request_no] = None
                 self._free_nos.append(request_no)
         return StepOutputs(
@@ -86,6 +88,6 @@ class RequestNames:
             request_ids,
             columns.offsets,
             columns.token_ids,
-            columns.finish_reasons,
+            finish_reasons,
             columns.stop_reasons,
         )

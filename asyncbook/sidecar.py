@@ -178,13 +178,7 @@ class SidecarBook(Book):
             return None
         outputs = wire.decode_outputs(data)
         self._num_outputs_received = outputs.seq
-        columns = OutputColumns(
-            np.frombuffer(outputs.request_nos, np.int64),
-            np.frombuffer(outputs.offsets, np.int32),
-            np.frombuffer(outputs.token_ids, np.int32),
-            np.frombuffer(outputs.finish_reasons, np.uint8),
-            np.frombuffer(outputs.stop_reasons, np.int32),
-        )
+        columns = OutputColumns.from_bytes(outputs.num_requests, outputs.block)
         return self._names.step_outputs(outputs.step, columns)
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:

@@ -167,11 +167,8 @@ class Outputs(msgspec.Struct, array_like=True, tag=1):
 
     seq: int
     step: int
-    request_nos: memoryview  # int64 [n]
-    offsets: memoryview  # int32 [n + 1]
-    token_ids: memoryview  # int32 [offsets[n]]
-    finish_reasons: memoryview  # uint8 [n]
-    stop_reasons: memoryview  # int32 [n]
+    num_requests: int
+    block: memoryview  # int32, as in `columns`
 
 
 AnyCommand = Admit | DescribeBatch | Step | Abort | Preempt | Resume | Rewind | Release | Barrier | Stop

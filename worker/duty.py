@@ -164,14 +164,6 @@ class DutyCycle:
     def deliver(self, step: int, columns: OutputColumns) -> None:
         """Sends outputs, or keeps them as the one message to send next."""
         self._outputs_seq += 1
-        outputs = wire.Outputs(
-            self._outputs_seq,
-            step,
-            wire.as_bytes(columns.request_nos),
-            wire.as_bytes(columns.offsets),
-            wire.as_bytes(columns.token_ids),
-            wire.as_bytes(columns.finish_reasons),
-            wire.as_bytes(columns.stop_reasons),
-        )
+        outputs = wire.Outputs(self._outputs_seq, step, columns.n, wire.as_bytes(columns.block))
         if not self._channel.send_outputs(outputs):
             self._unsent = outputs

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 from asyncbook.ipc import layout, wire
+from asyncbook.ipc.columns import NUM_COLUMNS
 from asyncbook.worker import rules
 from asyncbook.worker.jit import kernel, rule
 from asyncbook.worker.rules import (
@@ -172,29 +173,32 @@ def clear_row(work, token_ids, is_token_ids, row_counters, lists, lengths, row):
     rules.add_to_list(work, lists, lengths, IS_TOUCHED, TOUCHED, row)
 
 
-@kernel(_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT64, _INT64, _INT32, _INT32, _UINT8, _INT32)
-def take_pending(work, token_ids, lists, lengths, request_nos, out_request_nos, out_offsets, out_token_ids,
-                 out_finish_reasons, out_stop_reasons):  # fmt: skip
-    """Columns of what is to be delivered, in the order in which the rows got it, and the number of its token ids. From
-    here on it counts as delivered, unless `out_token_ids` is shorter than that number: then nothing has changed."""
+@kernel(_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT32, _INT32)
+def take_pending(work, token_ids, lists, lengths, request_nos, block):
+    """Writes what is to be delivered into `block` (see `ipc/columns.py`), in the order in which the rows got it, and
+    returns the number of its token ids. From here on it counts as delivered, unless the block is too small for that
+    many: then nothing has changed."""
+    n = lengths[PENDING]
+    first_id = (NUM_COLUMNS + 1) * n + 1
+    room = block.shape[0] - first_id
     end = 0
-    out_offsets[0] = 0
-    for index in range(lengths[PENDING]):
+    block[NUM_COLUMNS * n] = 0
+    for index in range(n):
         row = np.uintp(lists[PENDING, index])
         prompt = work[PROMPT, row]
         num_written = work[NO_SPEC, row] - prompt  # outputs in the table; one more may be in a column only
         first, last = work[NUM_DELIVERED, row], work[OUTPUTS, row]
-        if end + last - first <= out_token_ids.shape[0]:
+        if end + last - first <= room:
             for output in range(first, last):
                 token_id = token_ids[row, prompt + output] if output < num_written else work[LAST_TOKEN_ID, row]
-                out_token_ids[end + output - first] = token_id
+                block[first_id + end + output - first] = token_id
         end += last - first
-        out_request_nos[index] = request_nos[row]
-        out_offsets[index + 1] = end
-        out_finish_reasons[index] = np.uint8(work[FINISH_REASON, row])
-        out_stop_reasons[index] = work[STOP_REASON, row]
-    if end <= out_token_ids.shape[0]:
-        for index in range(lengths[PENDING]):
+        block[index] = request_nos[row]
+        block[n + index] = work[FINISH_REASON, row]
+        block[2 * n + index] = work[STOP_REASON, row]
+        block[NUM_COLUMNS * n + 1 + index] = end
+    if end <= room:
+        for index in range(n):
             row = np.uintp(lists[PENDING, index])
             work[NUM_DELIVERED, row] = work[OUTPUTS, row]
             work[IS_PENDING, row] = 0

@@ -116,16 +116,14 @@ class Ledger:
         return Outcome.APPLIED
 
     def _step(self, message: wire.Step) -> Outcome:
-        batch = self._batches[message.slot] if 0 <= message.slot < wire.NUM_BATCH_SLOTS else None
-        if batch is None:
-            raise BadMessage(f"step {message.step} names batch slot {message.slot}, which holds no batch")
+        num_rows = self.num_batch_rows(message.slot)
         if message.step != self.step + 1:
             raise BadMessage(f"step {message.step} came after step {self.step}")
-        sampled = self._ids(message.sampled_token_ids, batch.shape[1], message.width, message.wide)
+        sampled = self._ids(message.sampled_token_ids, num_rows, message.width, message.wide)
         drafts = self._no_drafts
         if message.draft_token_ids is not None:
-            drafts = self._ids(message.draft_token_ids, batch.shape[1], message.draft_width, False)
-        tables = self.tables
+            drafts = self._ids(message.draft_token_ids, num_rows, message.draft_width, False)
+        tables, batch = self.tables, self._batches[message.slot]
         slot = message.step % tables.layout.num_frames
         kernels.apply_step(
             self.work, tables.token_ids, tables.is_token_ids, self.stop_ids, tables.counters, tables.row_counters,

@@ -11,7 +11,7 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
-from asyncbook.ipc.columns import OutputColumns
+from asyncbook.ipc.columns import OutputColumns, block_size
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.rules import Field
 
@@ -39,7 +39,7 @@ class Outbox:
         self._num_departed_token_ids = 0
         self._piece_size = 1  # ids of a row in the last pieces, at most: what to make room for
         self.num_dropped_requests = 0
-        self.request_nos = np.zeros(lists.shape[1], np.int64)
+        self.request_nos = np.zeros(lists.shape[1], np.int32)
 
     def open(self, row: int, request_no: int) -> None:
         """The row's outputs belong to this request from now on."""
@@ -58,31 +58,29 @@ class Outbox:
 
     def _take_pending(self) -> OutputColumns:
         n = int(self._lengths[rules.PENDING])
-        request_nos, offsets = np.empty(n, np.int64), np.empty(n + 1, np.int32)
-        finish_reasons, stop_reasons = np.empty(n, np.uint8), np.empty(n, np.int32)
         num_token_ids = n * self._piece_size
         while True:
-            token_ids = np.empty(num_token_ids, np.int32)
-            num_token_ids = kernels.take_pending(
-                self._work, self._token_ids, self._lists, self._lengths, self.request_nos, request_nos, offsets,
-                token_ids, finish_reasons, stop_reasons,
-            )  # fmt: skip
-            if num_token_ids <= token_ids.size:
-                return OutputColumns(request_nos, offsets, token_ids[:num_token_ids], finish_reasons, stop_reasons)
+            block = np.empty(block_size(n, num_token_ids), np.int32)
+            size = block_size(
+                n,
+                kernels.take_pending(self._work, self._token_ids, self._lists, self._lengths, self.request_nos, block),
+            )
+            if size <= block.size:
+                return OutputColumns(n, block[:size])
             # Steps with drafts stay on average far below their most ids; room for the average is found once.
+            num_token_ids = size - block_size(n, 0)
             self._piece_size = -(-num_token_ids // n)
 
     def _take_departed(self, columns: OutputColumns) -> OutputColumns:
         request_nos, pieces, finish_reasons, stop_reasons = zip(*self._departed, strict=True)
         self._departed.clear()
         self._num_departed_token_ids = 0
-        ends = np.cumsum([0, *(piece.size for piece in pieces)])
-        return OutputColumns(
-            np.concatenate([np.array(request_nos, np.int64), columns.request_nos]),
-            np.concatenate([ends, columns.offsets[1:] + ends[-1]]).astype(np.int32),
+        return OutputColumns.of(
+            np.concatenate([request_nos, columns.request_nos]),
+            np.concatenate([finish_reasons, columns.finish_reasons]),
+            np.concatenate([stop_reasons, columns.stop_reasons]),
+            np.concatenate([[piece.size for piece in pieces], np.diff(columns.offsets)]),
             np.concatenate([*pieces, columns.token_ids]),
-            np.concatenate([np.array(finish_reasons, np.uint8), columns.finish_reasons]),
-            np.concatenate([np.array(stop_reasons, np.int32), columns.stop_reasons]),
         )
 
     def depart(self, row: int) -> None:

@@ -7,8 +7,6 @@ answers with a `Refused`, which must name the same error in all three.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from tests.property.compare import (
     padded_tables,
     plain,
 )
+from tests.property.pace import SidecarPace
 from tests.reference import ReferenceBatch, ReferenceBook, ReferenceOutputs, State
 
 TIMEOUT_S = 60.0  # a limit for waits that end in microseconds; only a broken book gets there
@@ -60,6 +59,7 @@ class Trio:
         )
         self.embedded = asyncbook.open(config)
         self.sidecar = asyncbook.spawn(config)
+        self._pace = SidecarPace(self.sidecar)
         self._embedded_tables, self._sidecar_tables = padded_tables(self.embedded), padded_tables(self.sidecar)
         self.num_calls = 0
         self.num_refused = 0
@@ -69,7 +69,6 @@ class Trio:
         self._num_due = 0  # as many of them must have come when the last step is applied
         self._unsettled: list[int] = []  # steps whose frames of the sidecar are not compared yet
         self._is_between_steps = False  # something was sent after the last step
-        self._is_paused = False
         self._held_frames: list[tuple[Frame, dict[str, np.ndarray]]] = []
         self._calls: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = []
         self._names: dict[Row, str] = {}
@@ -166,12 +165,12 @@ class Trio:
 
     def _make_room(self, batch: TrioBatch, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
         """A paused sidecar refuses a step too many; then it goes on."""
-        if self._is_paused and self.sidecar.submitted_step - self.sidecar.applied_step == self.config.max_in_flight:
+        if self._pace.is_full:
             messages = self.sidecar.stats().messages
             assert self._submit(self.sidecar, batch.sidecar, sampled, drafts) == Refused(InFlightFull.__name__)
             assert self.sidecar.stats().messages == messages
-            self.wake()
-        if not self._is_paused:
+            self._pace.wake()
+        if not self._pace.is_paused:
             self.sidecar.wait_room(TIMEOUT_S)
 
     def step(self, rows: Sequence[Row], sampled: Any, drafts: Any = None, *, scheduled: Sequence[int] | None = None,
@@ -182,25 +181,16 @@ class Trio:
             return batch
         return self.submit(batch, np.array(sampled, np.int32), None if drafts is None else np.array(drafts, np.int32))
 
-    # The sidecar's pace
+    # Waiting for the sidecar
 
     def pause(self) -> None:
-        """The sidecar stands still from here on, so that whatever is submitted stays in flight."""
-        if not self._is_paused:
-            self._record("", "pause")
-            os.kill(self.sidecar.sidecar_pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, self.sidecar.sidecar_pid, os.WSTOPPED)
-            self._is_paused = True
-
-    def wake(self) -> None:
-        """The sidecar goes on."""
-        if self._is_paused:
-            os.kill(self.sidecar.sidecar_pid, signal.SIGCONT)
-            self._is_paused = False
+        """The sidecar stands still until its book is full, or somebody waits for it."""
+        self._record("", "pause")
+        self._pace.pause()
 
     def settle(self) -> None:
         """Waits until the sidecar has applied every step, and compares all that it shows."""
-        self.wake()
+        self._pace.wake()
         self.sidecar.wait_applied(self.reference.step, TIMEOUT_S)
         for step in self._unsettled:
             with self.sidecar.frame(step) as frame:
@@ -302,7 +292,7 @@ class Trio:
 
     def close(self) -> None:
         """Ends both books."""
-        self.wake()
+        self._pace.wake()
         self.embedded.close()
         self.sidecar.close()
 

@@ -1,0 +1,96 @@
+"""An engine that is several steps ahead of its book puts out what one puts out that waits for every token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncbook import Book, FinishReason
+from tests.conftest import MakeBook
+from tests.property.engine import TIMEOUT_S, LaggingEngine, Request
+from tests.property.operations import SeededChoices, once_in, pick
+
+NUM_SEEDS = 10
+NUM_ROUNDS = 150
+
+
+def assert_nothing_vanished(book: Book) -> None:
+    """Every id that was submitted was committed, or dropped for a reason; every row is free or held."""
+    stats = book.stats()
+    assert stats.submitted_tokens == stats.committed_tokens + sum(stats.dropped_tokens.values())
+    assert stats.num_rows_free + stats.num_rows_held == book.config.max_num_reqs
+
+
+def disturb(engine: LaggingEngine, request: Request) -> None:
+    """Something happens to a request."""
+    if request.is_stopped:
+        if once_in(engine.choices, 3):
+            engine.release(request)
+    elif request.is_preempted:
+        if once_in(engine.choices, 3):
+            what = (engine.resume, engine.resume, engine.resume, engine.preempt, engine.abort, engine.release)
+            pick(engine.choices, what)(request)
+    elif once_in(engine.choices, 12):
+        pick(engine.choices, (engine.preempt, engine.preempt, engine.rewind, engine.readmit))(request)
+    elif once_in(engine.choices, 60):
+        pick(engine.choices, (engine.abort, engine.release))(request)
+
+
+def run(book: Book, seed: int, lag: int) -> list[Request]:
+    """Requests until there were rounds enough; then no new ones, and no more trouble, until all have ended."""
+    engine = LaggingEngine(book, SeededChoices(seed), lag)
+    committed_before = book.stats().committed_tokens
+    for round_no in range(100 * NUM_ROUNDS):
+        if round_no < NUM_ROUNDS:
+            if once_in(engine.choices, 2):
+                engine.admit()
+            for request in list(engine.held):
+                disturb(engine, request)
+        else:
+            for request in [request for request in engine.held if request.is_preempted and not request.is_stopped]:
+                engine.resume(request)
+        if once_in(engine.choices, 6):
+            engine.pace.pause()
+        engine.launch()
+        while len(engine.launched) > engine.choices.integer(0, lag):
+            engine.submit()
+        if book.applied_step == book.submitted_step:
+            assert_nothing_vanished(book)
+        if once_in(engine.choices, 3):
+            engine.poll()
+        for request in engine.requests:
+            engine.check_request(request)
+        if round_no >= NUM_ROUNDS and not engine.held:
+            break
+    while engine.launched:
+        engine.submit()
+    engine.pace.wake()
+    book.wait_room(TIMEOUT_S)
+    book.wait_applied(book.submit(book.batch([]), np.zeros(0, np.int32)), TIMEOUT_S)
+    engine.poll()
+    assert_nothing_vanished(book)
+    assert not engine.held
+    assert (
+        sum(len(request.delivered) for request in engine.requests) == book.stats().committed_tokens - committed_before
+    )
+    return engine.requests
+
+
+@pytest.mark.parametrize("num_spec_tokens", [0, 3])
+@pytest.mark.parametrize("lag", [0, 1, 2, 8])
+def test_outputs_are_those_of_a_synchronous_runner(make_book: MakeBook, lag: int, num_spec_tokens: int) -> None:
+    reasons = set()
+    for seed in range(NUM_SEEDS):
+        book = make_book(
+            max_num_reqs=5, max_model_len=24, vocab_size=29, num_spec_tokens=num_spec_tokens, max_in_flight=max(1, lag)
+        )
+        try:
+            requests = run(book, seed, lag)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        for request in requests:
+            assert request.finish_reason is not FinishReason.NONE, request
+            assert request.num_aborts_to_come == 0, request
+            reasons.add(request.finish_reason)
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
