@@ -68,6 +68,9 @@ class _Channel:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._context = zmq.Context(io_threads=1)
+        # The thread that moves the bytes is woken in the middle of `submit`; as a batch thread it does not take the
+        # core away from the thread that woke it.
+        self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         self._commands, self._events, self._outputs = self._sockets = _open_sockets(self._context)
 
     def _close(self) -> None:

@@ -66,6 +66,8 @@ def main() -> int:
     setup = read_setup(lifetime)
     if setup is None:
         return 0
+    # Where both share a core, a sidecar that wakes must not take it from the runner in the middle of `submit`.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if setup.sidecar_cpu is not None:
         os.sched_setaffinity(0, {setup.sidecar_cpu})
     channel = SidecarChannel(Path(setup.directory))
