@@ -8,14 +8,62 @@ them. Both are the step's number, so the reader knows what it waits for and need
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from asyncbook.ipc import wire
 from asyncbook.ipc.layout import Layout, SlotWord, Word, narrow
-from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
+from asyncbook.ipc.publish import fence, load_acquire, store_release
+from numba import njit, types
 
+_DESCRIBED, _ARRIVED = int(SlotWord.DESCRIBED), int(SlotWord.ARRIVED)
 _MESSAGE_SEQ, _BATCH_SLOT = int(SlotWord.MESSAGE_SEQ), int(SlotWord.BATCH_SLOT)
 _WIDTH, _DRAFT_WIDTH = int(SlotWord.WIDTH), int(SlotWord.DRAFT_WIDTH)
+_NO_DRAFTS = np.ndarray((0, 0), np.int32, b"")
+
+_INT32 = types.int32[::1]
+_IDS = types.Array(types.int32, 1, "C", readonly=True)
+_INT = types.int64
+
+
+# One compiled call for the whole of it: on a core whose caches a forward pass has emptied, each numpy operation costs
+# microseconds.
+@njit(
+    (types.int64[::1], _INT32, _INT32, _IDS, _IDS, _INT, _INT, _INT, _INT, _INT, _INT, _INT),
+    cache=True,
+    nogil=True,
+    _nrt=False,
+)
+def _write(
+    header: Any,
+    slot_ids: Any,
+    slot_drafts: Any,
+    ids: Any,
+    drafts: Any,
+    header_address: int,
+    is_sleeping_address: int,
+    step: int,
+    seq: int,
+    batch_slot: int,
+    width: int,
+    draft_width: int,
+) -> int:
+    for index in range(ids.shape[0]):
+        slot_ids[index] = ids[index]
+    # The bookkeeper reads the ids once it has seen ARRIVED, which this thread stores after them.
+    store_release(header_address + 8 * _ARRIVED, step)
+    for index in range(drafts.shape[0]):
+        slot_drafts[index] = drafts[index]
+    header[_MESSAGE_SEQ] = seq
+    header[_BATCH_SLOT] = batch_slot
+    header[_WIDTH] = width
+    header[_DRAFT_WIDTH] = draft_width
+    store_release(header_address + 8 * _DESCRIBED, step)
+    # The step is stored, then the sleeper is looked for; the bookkeeper says that it sleeps, then looks for a step.
+    # With a fence between the two on both sides, at least one of them sees the other: no step is slept over.
+    fence()
+    return load_acquire(is_sleeping_address)
 
 
 class SampleRingWriter:
@@ -23,45 +71,47 @@ class SampleRingWriter:
 
     def __init__(self, layout: Layout, runner_part: memoryview, words: np.ndarray) -> None:
         base = layout.runner_offset
-        headers = layout.ring_headers.view(runner_part, base)
-        self._headers = list(headers)
-        self._token_ids = list(layout.ring_token_ids.view(runner_part, base))
-        self._draft_token_ids = list(layout.ring_draft_token_ids.view(runner_part, base))
-        self._described = [OwnWord(header, SlotWord.DESCRIBED) for header in headers]
-        self._arrived = [OwnWord(header, SlotWord.ARRIVED) for header in headers]
-        self._is_sleeping = SharedWord(words, Word.IS_SLEEPING)
-        self._num_slots = layout.num_ring_slots
+        headers = list(layout.ring_headers.view(runner_part, base))
+        token_ids = layout.ring_token_ids.view(runner_part, base)
+        draft_token_ids = layout.ring_draft_token_ids.view(runner_part, base)
+        # The arrays keep their memory alive for the addresses beside them.
+        self._slots = [
+            (header, token_ids[slot], draft_token_ids[slot], header.ctypes.data) for slot, header in enumerate(headers)
+        ]
+        self._words = words
+        self._is_sleeping_address = words[Word.IS_SLEEPING :].ctypes.data
 
     def write(self, step: int, seq: int, batch_slot: int, sampled: np.ndarray, drafts: np.ndarray | None) -> bool:
         """Puts a step with its ids (int32 or int64, [n] or [n, width]) into the ring.
 
         Returns whether the bookkeeper sleeps and needs a doorbell.
         """
-        slot = step % self._num_slots
-        target = self._token_ids[slot][: sampled.size]
-        if sampled.itemsize == 4:
-            target[:] = sampled.reshape(-1)
-        else:
-            narrow(sampled.reshape(-1), target)
-        # The bookkeeper reads the ids once it has seen ARRIVED, which this thread stores after them.
-        self._arrived[slot].store_release(step)
-        self._describe(slot, step, seq, batch_slot, sampled.shape[1] if sampled.ndim == 2 else 1, drafts)
-        # The step is stored, then the sleeper is looked for; the bookkeeper says that it sleeps, then looks for a step.
-        # With a fence between the two on both sides, at least one of them sees the other: no step is slept over.
-        fence()
-        return self._is_sleeping.load_acquire() != 0
-
-    def _describe(self, slot: int, step: int, seq: int, batch_slot: int, width: int, drafts: np.ndarray | None) -> None:
-        header = self._headers[slot]
-        header[_MESSAGE_SEQ] = seq
-        header[_BATCH_SLOT] = batch_slot
-        header[_WIDTH] = width
+        header, slot_ids, slot_drafts, header_address = self._slots[step % len(self._slots)]
+        if sampled.itemsize == 8:
+            wide, sampled = sampled, np.empty(sampled.shape, np.int32)
+            narrow(wide.reshape(-1), sampled.reshape(-1))
         if drafts is None:
-            header[_DRAFT_WIDTH] = 0
-        else:
-            header[_DRAFT_WIDTH] = drafts.shape[1]
-            self._draft_token_ids[slot][: drafts.size] = drafts.reshape(-1)
-        self._described[slot].store_release(step)
+            drafts = _NO_DRAFTS
+        is_sleeping = _write(
+            header,
+            slot_ids,
+            slot_drafts,
+            _flat(sampled),
+            _flat(drafts),
+            header_address,
+            self._is_sleeping_address,
+            step,
+            seq,
+            batch_slot,
+            sampled.shape[1] if sampled.ndim == 2 else 1,
+            drafts.shape[1],
+        )
+        return is_sleeping != 0
+
+
+def _flat(ids: np.ndarray) -> np.ndarray:
+    """A read-only view [ids.size], the one type that `_write` is compiled for."""
+    return np.ndarray(ids.size, np.int32, ids.data.toreadonly()) if ids.size else _NO_DRAFTS.reshape(-1)
 
 
 class SampleRingReader:

@@ -1,7 +1,7 @@
 """Books for tests, and the few things that nearly every test does with one.
 
-Contract and case tests run on an embedded and on a sidecar book: same calls, same results. A sidecar takes most of a
-second to start, so `make_book` lends one that earlier tests have used, unless a test asks for `fresh=True`. A lent book
+Contract and case tests run on an embedded book and on sidecar books of both transports: same calls, same results. A
+sidecar takes most of a second to start, so `make_book` lends one that earlier tests have used, unless a test asks for `fresh=True`. A lent book
 has no row held, nothing in flight and no outputs waiting; only its step numbers, generations and counters go on.
 """
 
@@ -23,16 +23,16 @@ from asyncbook.ipc.layout import COLUMN_DTYPES
 import asyncbook
 from asyncbook import Batch, Book, BookConfig, FinishReason, Row, Stats
 
-TIMEOUT_S = 60.0  # a limit for waits that end in microseconds; only a broken book gets there
-KINDS = ("embedded", "sidecar")
-MAX_IDLE_SIDECARS = 3
+TIMEOUT_S = 30.0  # a limit for waits that end in microseconds; only a broken book gets there
+KINDS: dict[str, dict[str, Any]] = {"embedded": {}, "sidecar": {"transport": "zmq"}, "ring": {"transport": "ring"}}
+MAX_IDLE_SIDECARS = 4
 SMALL: dict[str, Any] = {"max_num_reqs": 4, "max_model_len": 16, "vocab_size": 100, "num_spec_tokens": 5}
 
 MakeBook = Callable[..., Book]
 
 
 def open_book(kind: str, config: BookConfig) -> Book:
-    """A new book of either kind."""
+    """A new book of a kind."""
     return asyncbook.open(config) if kind == "embedded" else asyncbook.spawn(config)
 
 
@@ -48,7 +48,7 @@ class SidecarPool:
             if book.config == config:
                 self._idle.remove(book)
                 return book
-        return open_book("sidecar", config)
+        return asyncbook.spawn(config)
 
     def give_back(self, book: Book) -> None:
         """Empties the book and keeps it; too many are closed, the one used longest ago first."""
@@ -88,9 +88,9 @@ def sidecar_pool() -> Iterator[SidecarPool]:
     pool.close()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
-    """Which book a test runs on."""
+    """Which book a test runs on: one without a process, or a sidecar's by its transport."""
     return str(request.param)
 
 
@@ -102,8 +102,8 @@ def make_book(kind: str, sidecar_pool: SidecarPool) -> Iterator[MakeBook]:
     lent_books: list[Book] = []
 
     def make(*, fresh: bool = False, **options: Any) -> Book:
-        config = BookConfig(**(SMALL | options))
-        is_lent = kind == "sidecar" and not fresh
+        config = BookConfig(**(SMALL | KINDS[kind] | options))
+        is_lent = kind != "embedded" and not fresh
         book = sidecar_pool.take(config) if is_lent else open_book(kind, config)
         (lent_books if is_lent else fresh_books).append(book)
         return book

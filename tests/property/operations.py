@@ -61,6 +61,12 @@ def any_row(trio: Trio, choices: Choices) -> Row:
     return Row(choices.integer(-1, trio.config.max_num_reqs), choices.integer(0, 3))
 
 
+def one_of(trio: Trio, choices: Choices, *states: State) -> Row:
+    """Mostly a handle of a row in one of these states, else any."""
+    rows = [row for row in trio.held() if trio.reference._rows[row.index].state in states]
+    return pick(choices, rows) if rows and not once_in(choices, 4) else any_row(trio, choices)
+
+
 def state_of(trio: Trio, row: Row) -> RowState | None:
     """What the reference knows of the row of a handle."""
     return trio.reference._rows[row.index] if 0 <= row.index < trio.config.max_num_reqs else None
@@ -223,7 +229,7 @@ def _computed(trio: Trio, choices: Choices, row: Row) -> int:
 
 
 def resume(trio: Trio, choices: Choices) -> None:
-    row = any_row(trio, choices)
+    row = one_of(trio, choices, State.PREEMPTED, State.DROPPING)
     trio.resume(row, _computed(trio, choices, row))
 
 
@@ -233,9 +239,7 @@ def rewind(trio: Trio, choices: Choices) -> None:
 
 
 def release(trio: Trio, choices: Choices) -> None:
-    """Of a request that has finished, as a rule."""
-    finished = [row for row in trio.held() if trio.reference._rows[row.index].state is State.FINISHED]
-    trio.release(pick(choices, finished) if finished and not once_in(choices, 4) else any_row(trio, choices))
+    trio.release(one_of(trio, choices, State.FINISHED))
 
 
 # Reading, and the sidecar's pace
@@ -266,7 +270,7 @@ OPERATIONS: dict[Operation, int] = {  # and how often each is called
     preempt: 5,
     resume: 6,
     rewind: 3,
-    release: 9,
+    release: 14,
     read: 2,
     hold_frame: 2,
     pause: 1,

@@ -6,9 +6,9 @@ Hypothesis finds the shortest calls that make a difference; the seeded driver ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -115,26 +115,23 @@ class BookMachine(RuleBasedStateMachine):
         self._make(operations.settle, data)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[TrioPool]:
-    """Trios of this module: a sidecar takes most of a second to start."""
-    pool = TrioPool()
-    yield pool
-    pool.close()
+def run_machine(pool: TrioPool, name: str, how: settings, seed: int | None = None) -> None:
+    """Lets Hypothesis make calls, on the trio of one configuration."""
+    machine: Any = lambda: BookMachine(pool, CONFIGS[name])  # noqa: E731 (Hypothesis sets an attribute of it)
+    run_state_machine_as_test(machine if seed is None else hypothesis.seed(seed)(machine), settings=how)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_short_random_calls(pool: TrioPool, name: str) -> None:
-    machine: Any = lambda: BookMachine(pool, CONFIGS[name])  # noqa: E731 (typed as a class, called as a function)
-    run_state_machine_as_test(machine, settings=SHORT)
+def test_short_random_calls(trio_pool: TrioPool, name: str) -> None:
+    run_machine(trio_pool, name, SHORT)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_many_random_calls(pool: TrioPool, name: str) -> None:
-    trio = pool.take(CONFIGS[name])
+def test_many_random_calls(trio_pool: TrioPool, name: str) -> None:
+    trio = trio_pool.take(CONFIGS[name])
     try:
         drive(trio, seed=1, num_calls=4000)
     except BaseException:
         trio.close()
         raise
-    pool.give_back(trio)
+    trio_pool.give_back(trio)

@@ -1,4 +1,4 @@
-"""`admit`: what it takes, what it gives, and everything that it refuses. On an embedded and on a sidecar book."""
+"""`admit`: what it takes, what it gives, and everything that it refuses. On every kind of book."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a book shows: frames, tokens, statistics, and the end of the book. On both kinds of book."""
+"""What a book shows: frames, tokens, statistics, and the end of the book. On every kind of book."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a row: abort, preempt, resume, rewind, release, and what they refuse. On both kinds of book."""
+"""The life of a row: abort, preempt, resume, rewind, release, and what they refuse. On every kind of book."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`batch`, `submit` and the room for steps: what they take, and what they refuse. On both kinds of book."""
+"""`batch`, `submit` and the room for steps: what they take, and what they refuse. On every kind of book."""
 
 from __future__ import annotations
 
