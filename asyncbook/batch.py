@@ -102,18 +102,17 @@ _ID_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 def check_ids(name: str, ids: Any, num_rows: int, most_width: int) -> np.ndarray:
-    """Ids as a C-contiguous int32 or int64 array of [num_rows] or [num_rows, width]. Raises `InvalidBatch`."""
+    """Ids as the kernels take them: C-contiguous, aligned and writable, int32 or int64, [num_rows] or
+    [num_rows, width]. Raises `InvalidBatch`."""
     if type(ids) is not np.ndarray:
         ids = _as_numpy(name, ids)
-    elif ids.shape == (num_rows,) and ids.dtype in _ID_DTYPES and ids.flags.c_contiguous:
-        return ids
     if ids.dtype not in _ID_DTYPES:
         raise InvalidBatch(f"{name} is {ids.dtype}, expected int32 or int64")
     shape = ids.shape
     if not (len(shape) == 1 or (len(shape) == 2 and 1 <= shape[1] <= most_width)) or shape[0] != num_rows:
         expected = f"[{num_rows}] or [{num_rows}, 1 to {most_width}]"
         raise InvalidBatch(f"{name} has shape {list(shape)}, expected {expected} for a batch of {num_rows} rows")
-    return ids if ids.flags.c_contiguous else np.ascontiguousarray(ids)
+    return ids if ids.flags.carray else np.array(ids, order="C")
 
 
 def _as_numpy(name: str, ids: Any) -> np.ndarray:

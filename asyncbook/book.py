@@ -21,12 +21,13 @@ from asyncbook.frame import Frame, FrameViews
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import AsyncbookError, FrameExpired, InFlightFull, InvalidBatch, InvalidRequest, NotApplied
 from asyncbook.ipc.histogram import bucket_of
-from asyncbook.ipc.layout import INT32_MAX, INT32_MIN, NUM_HISTOGRAM_BUCKETS, Counter, RowCounter, Word
+from asyncbook.ipc.layout import INT32_MAX, NUM_HISTOGRAM_BUCKETS, Counter, RowCounter, Word
 from asyncbook.ipc.layout import Histogram as HistogramRow
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import RequestNames, StepOutputs
 from asyncbook.rows import HeldRow, Row, RowRegistry
+from asyncbook.staging import WrongShape
 from asyncbook.stats import (
     Histogram,
     SpecDecodeStats,
@@ -220,46 +221,40 @@ class Book(ABC):
         start_ns = monotonic_ns()
         if logprobs is not None:
             raise NotImplementedError("logprobs are not part of this version of asyncbook yet")
-        n = len(batch.rows)
-        sampled = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
-        drafts = None if draft_token_ids is None else self._check_drafts(draft_token_ids, n)
         step = self._submitted_step + 1
         if step - self._known_applied_step > self._max_in_flight and step - self.applied_step > self._max_in_flight:
             raise InFlightFull(
                 f"step {step} does not fit: step {self._known_applied_step} is applied, "
                 f"at most {self._max_in_flight} may be in flight"
             )
-        if not self._slots.is_known(batch):
-            self._post(wire.DescribeBatch(self._next_seq(), self._slots.next_slot, wire.as_bytes(batch.fields)))
-            self._slots.remember(batch)
-        seq = self._next_seq()
-        self._send_step(seq, step, batch.slot, sampled, drafts)
-        self._seq = seq
+        if draft_token_ids is not None and self.config.num_spec_tokens == 0:
+            raise InvalidBatch("draft_token_ids came, but the book was made with num_spec_tokens=0")
+        n = len(batch.rows)
+        if type(sampled_token_ids) is not np.ndarray:
+            sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
+        try:
+            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids)
+        except (TypeError, WrongShape):
+            # The kernels take ids as they are, or not at all: this says what is wrong with them, or mends it.
+            sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
+            if draft_token_ids is not None:
+                draft_token_ids = check_ids("draft_token_ids", draft_token_ids, n, self._max_width - 1)
+            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids)
         self._submitted_step = step
         self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
         return step
 
-    def _send_step(self, seq: int, step: int, batch_slot: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
-        """Takes a step on its way, or raises with nothing done. The arrays may change once this returns."""
-        message = wire.Step(
-            seq,
-            step,
-            batch_slot,
-            sampled.shape[1] if sampled.ndim == 2 else 1,
-            sampled.itemsize == 8,
-            wire.as_bytes(sampled),
-            0 if drafts is None else drafts.shape[1],
-            None if drafts is None else wire.as_bytes(drafts),
-        )
-        self._send(message)
+    @abstractmethod
+    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+        """Takes a step on its way, or raises with nothing done: `WrongShape`, TypeError for ids that the kernels do not
+        take as they are. The arrays may change once this returns."""
 
-    def _check_drafts(self, draft_token_ids: Any, n: int) -> np.ndarray:
-        if self.config.num_spec_tokens == 0:
-            raise InvalidBatch("draft_token_ids came, but the book was made with num_spec_tokens=0")
-        drafts = check_ids("draft_token_ids", draft_token_ids, n, self.config.num_spec_tokens)
-        if drafts.itemsize == 8:
-            drafts = np.clip(drafts, INT32_MIN, INT32_MAX).astype(np.int32)
-        return drafts.reshape(n, -1) if n else drafts.reshape(0, 1)
+    def _known_slot(self, batch: Batch) -> int:
+        """The batch's slot, described to the bookkeeper if it has to be."""
+        if not self._slots.is_known(batch):
+            self._post(wire.DescribeBatch(self._next_seq(), self._slots.next_slot, wire.as_bytes(batch.fields)))
+            self._slots.remember(batch)
+        return batch.slot
 
     def _room_step(self) -> int:
         """The step whose application makes room for one more."""

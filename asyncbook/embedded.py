@@ -6,13 +6,16 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
+import numpy as np
+
+from asyncbook.batch import Batch
 from asyncbook.book import Book
 from asyncbook.config import BookConfig
-from asyncbook.ipc import wire
+from asyncbook.ipc import jit, wire
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import StepOutputs
-from asyncbook.worker import jit
+from asyncbook.staging import StagingArea
 from asyncbook.worker.bookkeeper import Bookkeeper
 
 MAX_QUEUED_OUTPUTS = 512  # steps that wait for the reader one by one; beyond that they come in bigger pieces
@@ -60,8 +63,18 @@ class EmbeddedBook(Book):
         super().__init__(config, Segment.create(config.layout))
         jit.announce_compilation()
         jit.compile_all()
+        self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
         self._queue = OutputQueue()
         self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self._queue)
+
+    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+        width, draft_width = self._area.put(n, sampled, drafts)
+        slot = self._known_slot(batch)
+        seq = self._next_seq()
+        area = self._area
+        self._bookkeeper.apply_step(seq, step, slot, area.sampled, width, area.drafts, draft_width)
+        self._seq = seq
+        self._bookkeeper.flush()
 
     def _send(self, message: wire.AnyCommand) -> None:
         self._bookkeeper.apply(message)

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
+from asyncbook.batch import Batch
 from asyncbook.book import Book, BookClosed
 from asyncbook.config import BookConfig
-from asyncbook.ipc import wire
+from asyncbook.ipc import jit, wire
 from asyncbook.ipc.channel import RunnerChannel
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.errors import BadMessage, InFlightFull, SidecarDied, SidecarTimeout
@@ -22,6 +23,7 @@ from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
+from asyncbook.staging import StagingArea, WrongShape, stage_ids
 from asyncbook.waiting import DescriptorWaiters
 
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
@@ -45,9 +47,11 @@ class SidecarBook(Book):
         words = self._layout.words.view(self._segment.readable())
         self._flushed_step = SharedWord(words, Word.FLUSHED_STEP)
         self._outputs_sent = SharedWord(words, Word.OUTPUTS_SENT)
+        self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
         self._ring = SampleRingWriter(self._layout, runner_part, words) if config.transport == "ring" else None
         self._channel = channel
         self._process = process
+        jit.compile_all()
         process.shake_hands(config.start_timeout_s)
         # Runs at `close`, when the book is collected, or when the interpreter ends, whichever comes first.
         self._finalizer = weakref.finalize(self, _end, self._process, self._channel)
@@ -63,10 +67,39 @@ class SidecarBook(Book):
             self._check_alive()
             raise InFlightFull(f"message {message.seq} does not fit: the sidecar has not taken the ones before it")
 
-    def _send_step(self, seq: int, step: int, batch_slot: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
-        if self._ring is None:
-            super()._send_step(seq, step, batch_slot, sampled, drafts)
-        elif self._ring.write(step, seq, batch_slot, sampled, drafts):
+    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+        if self._ring is not None:
+            self._fill_ring(self._ring, step, batch, n, sampled, drafts)
+            return
+        area = self._area
+        width, draft_width = area.put(n, sampled, drafts)
+        slot = self._known_slot(batch)
+        self._post(
+            wire.Step(
+                self._next_seq(),
+                step,
+                slot,
+                width,
+                area.sampled_bytes[: 4 * n * width],
+                draft_width,
+                area.drafts_bytes[: 4 * n * draft_width],
+            )
+        )
+
+    def _fill_ring(
+        self, ring: SampleRingWriter, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None
+    ) -> None:
+        draft_width = 0
+        if drafts is not None:
+            target = ring.draft_token_ids[step % len(ring.draft_token_ids)]
+            draft_width = stage_ids(drafts, n, self.config.num_spec_tokens, target)
+        slot = self._known_slot(batch)
+        seq = self._next_seq()
+        filled = ring.fill(sampled, n, step, seq, slot, draft_width)
+        if filled == 0:
+            raise WrongShape
+        self._seq = seq
+        if filled < 0:
             self._channel.ring_doorbell()
 
     # Waiting

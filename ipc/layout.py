@@ -184,13 +184,6 @@ HISTOGRAM_SUB_BITS = 3
 NUM_HISTOGRAM_BUCKETS = 41 * (1 << HISTOGRAM_SUB_BITS)
 
 
-def narrow(wide: np.ndarray, ids: np.ndarray) -> None:
-    """Writes int64 ids [n] into int32 `ids` [n]; what does not fit becomes the least int32, in no vocabulary."""
-    ids[:] = wide
-    if not np.array_equal(ids, wide):
-        ids[ids != wide] = INT32_MIN
-
-
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 

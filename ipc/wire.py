@@ -51,15 +51,14 @@ class DescribeBatch(Command, tag=2):
 
 
 class Step(Command, tag=3):
-    """What one step sampled for the batch in `slot`. `width` ids a row, int64 where `wide`; drafts are int32."""
+    """What one step sampled for the batch in `slot`: int32, `width` ids a row, `draft_width` drafts (0: none given)."""
 
     step: int
     slot: int
     width: int
-    wide: bool
     sampled_token_ids: memoryview
     draft_width: int
-    draft_token_ids: memoryview | None
+    draft_token_ids: memoryview
 
 
 class Abort(Command, tag=4):

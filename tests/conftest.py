@@ -1,8 +1,9 @@
 """Books for tests, and the few things that nearly every test does with one.
 
 Contract and case tests run on an embedded book and on sidecar books of both transports: same calls, same results. A
-sidecar takes most of a second to start, so `make_book` lends one that earlier tests have used, unless a test asks for `fresh=True`. A lent book
-has no row held, nothing in flight and no outputs waiting; only its step numbers, generations and counters go on.
+sidecar takes most of a second to start, so `make_book` lends one that earlier tests have used, unless a test asks for
+`fresh=True`. A lent book has no row held, nothing in flight and no outputs waiting; only its step numbers, generations
+and counters go on.
 """
 
 from __future__ import annotations

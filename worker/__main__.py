@@ -43,7 +43,7 @@ def _open_segment(descriptor: int, setup: wire.Setup) -> Segment:
 
 def _serve(segment: Segment, setup: wire.Setup, channel: SidecarChannel, lifetime: int) -> None:
     # Imported here, so that a refusal does not wait for numba.
-    from asyncbook.worker import jit
+    from asyncbook.ipc import jit
     from asyncbook.worker.duty import DutyCycle
     from asyncbook.worker.idle import POLICIES
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from time import monotonic_ns
 from typing import Protocol
 
+import numpy as np
 from asyncbook.ipc import wire
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.histogram import bucket_of
@@ -45,17 +46,28 @@ class Bookkeeper:
         start_ns = monotonic_ns()
         outcome = self.ledger.apply(message)
         if outcome is _STEP:
-            step = self.ledger.step
-            end_ns = monotonic_ns()
-            stamp = self._stamps[step % len(self._stamps)]
-            stamp[_STAMP_STEP] = step
-            stamp[_STAMP_SEQ] = message.seq
-            stamp[_STAMP_START_NS] = start_ns
-            stamp[_STAMP_END_NS] = end_ns
-            self._apply_histogram[bucket_of(end_ns - start_ns)] += 1
-            # Frame, table, stamp and counters are written; with this store, and not before, a reader looks at them.
-            self._published_step.store_release(step)
+            self._publish(start_ns)
         return outcome
+
+    def apply_step(
+        self, seq: int, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int
+    ) -> None:
+        """`apply` for a step whose ids are in memory; see `Ledger.apply_step`."""
+        start_ns = monotonic_ns()
+        if self.ledger.apply_step(seq, step, slot, sampled, width, drafts, draft_width) is _STEP:
+            self._publish(start_ns)
+
+    def _publish(self, start_ns: int) -> None:
+        step = self.ledger.step
+        end_ns = monotonic_ns()
+        stamp = self._stamps[step % len(self._stamps)]
+        stamp[_STAMP_STEP] = step
+        stamp[_STAMP_SEQ] = self.ledger.applied_seq
+        stamp[_STAMP_START_NS] = start_ns
+        stamp[_STAMP_END_NS] = end_ns
+        self._apply_histogram[bucket_of(end_ns - start_ns)] += 1
+        # Frame, table, stamp and counters are written; with this store, and not before, a reader looks at them.
+        self._published_step.store_release(step)
 
     def flush(self) -> bool:
         """Hands what is to be delivered to the reader. False where the reader takes no more for now."""

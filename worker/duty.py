@@ -54,33 +54,35 @@ class DutyCycle:
     def run(self) -> None:
         """Until `Stop` or the runner's end. Raises `BadMessage` where the stream from the runner has a gap."""
         while True:
-            message = self._next()
-            if message is not None:
-                if self._apply(message) is Outcome.STOP:
+            if self._ring_is_next():
+                has_worked = self._apply_from_ring()
+            else:
+                message = self._next_message()
+                has_worked = message is not None
+                if message is not None and self._apply(message) is Outcome.STOP:
                     return
+            if has_worked:
                 self._idle_policy.worked()
             elif not self._wait():
                 return
 
     # What is next
 
-    def _next(self) -> wire.AnyCommand | None:
-        """The message that is next in order, if it is here."""
+    def _ring_is_next(self) -> bool:
+        """Whether the step that is next in order was submitted through the ring."""
         step = self._ledger.step + 1
-        seq = self._ledger.applied_seq + 1
-        ring = self._ring
-        if ring.is_submitted(step) and ring.message_seq(step) == seq:
-            if not ring.has_arrived(step):
-                return None
-            return ring.message(step, self._ledger.num_batch_rows(ring.batch_slot(step)))
+        return self._ring.is_submitted(step) and self._ring.message_seq(step) == self._ledger.applied_seq + 1
+
+    def _next_message(self) -> wire.AnyCommand | None:
+        """The message that is next in order, if it is here."""
         message = self._early or self._receive()
-        if message is None or message.seq <= seq:
+        if message is None or message.seq <= self._ledger.applied_seq + 1:
             self._early = None
             return message
+        # It came from behind a step that is in the ring. Without one there, something is missing.
         self._early = message
-        # A message from behind a step is held back for that step. Without one in the ring, something is missing.
-        if not ring.is_submitted(step):
-            raise BadMessage(f"message {message.seq} came after message {seq - 1}: one is missing")
+        if not self._ring.is_submitted(self._ledger.step + 1):
+            raise BadMessage(f"message {message.seq} came after message {self._ledger.applied_seq}: one is missing")
         return None
 
     def _receive(self) -> wire.AnyCommand | None:
@@ -128,13 +130,29 @@ class DutyCycle:
 
     # Applying
 
+    def _apply_from_ring(self) -> bool:
+        """False where the step's ids have not arrived yet."""
+        step = self._ledger.step + 1
+        if not self._ring.has_arrived(step):
+            return False
+        seq, batch_slot, sampled, width, drafts, draft_width = self._ring.read(step)
+        self._bookkeeper.apply_step(seq, step, batch_slot, sampled, width, drafts, draft_width)
+        self._after_step()
+        return True
+
     def _apply(self, message: wire.AnyCommand) -> Outcome:
         outcome = self._bookkeeper.apply(message)
         if isinstance(message, wire.Step):
-            self._wake_runner(message.step)
+            self._after_step()
+        else:
+            self._applied_seq.store_release(self._ledger.applied_seq)
+            self._flush()
+        return outcome
+
+    def _after_step(self) -> None:
+        self._wake_runner(self._ledger.step)
         self._applied_seq.store_release(self._ledger.applied_seq)
         self._flush()
-        return outcome
 
     def _flush(self) -> None:
         self._bookkeeper.flush()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 from asyncbook.ipc import layout, wire
 from asyncbook.ipc.columns import NUM_COLUMNS
+from asyncbook.ipc.jit import kernel, rule
 from asyncbook.worker import rules
-from asyncbook.worker.jit import kernel, rule
 from asyncbook.worker.rules import (
     DRAFTED,
     FINISH_REASON,
@@ -51,7 +51,6 @@ _UINT8 = types.uint8[::1]
 _BOOL = types.boolean[::1]
 _BOOL_2D = types.boolean[:, ::1]
 _INT = types.int64
-_READ_ONLY_INT32_2D = types.Array(types.int32, 2, "C", readonly=True)
 _BOOK = (_INT32_2D, _INT32_2D, _BOOL_2D)  # work, token_ids, is_token_ids
 
 
@@ -67,19 +66,19 @@ def retire_drafts(work, token_ids, is_token_ids, lists, lengths):
 
 
 @rule
-def give_drafts(work, token_ids, is_token_ids, counters, lists, lengths, batch, takes_drafts, drafts, vocab_size,
-                max_model_len):  # fmt: skip
+def give_drafts(work, token_ids, is_token_ids, counters, lists, lengths, batch, takes_drafts, drafts, draft_width,
+                vocab_size, max_model_len):  # fmt: skip
     """Rule 6 for the whole batch, and the list of rows that hold drafts from now on."""
     for index in range(lengths[DRAFTED]):
         work[NUM_VERIFIED_DRAFTS, lists[DRAFTED, index]] = 0
     lengths[DRAFTED] = 0
-    if drafts.shape[1] == 0:
+    if draft_width == 0:
         return
     for i in range(batch.shape[1]):
         if takes_drafts[i]:
             rules.write_drafts(
-                work, token_ids, is_token_ids, counters, lists, lengths, drafts[i], batch[BATCH_ROW, i], vocab_size,
-                max_model_len,
+                work, token_ids, is_token_ids, counters, lists, lengths,
+                drafts[i * draft_width : (i + 1) * draft_width], batch[BATCH_ROW, i], vocab_size, max_model_len,
             )  # fmt: skip
 
 
@@ -123,20 +122,22 @@ def copy_frame(work, lists, lengths, frame_int32, frame_uint8, history, history_
 
 
 @kernel(
-    *_BOOK, _INT32_2D, _INT64, _INT64_2D, _INT32_2D, _INT64, _INT32_2D, _BOOL, _READ_ONLY_INT32_2D,
-    _READ_ONLY_INT32_2D, _INT32_2D, _UINT8, _INT32_2D, _INT64, _INT, _INT, _INT,
+    (*_BOOK, _INT32_2D, _INT64, _INT64_2D, _INT32_2D, _INT64, _INT32_2D, _BOOL, _INT32, _INT, _INT32, _INT, _INT32_2D,
+     _UINT8, _INT32_2D, _INT64, _INT, _INT, _INT),
 )  # fmt: skip
 def apply_step(work, token_ids, is_token_ids, stop_ids, counters, row_counters, lists, lengths, batch, takes_drafts,
-               sampled, drafts, frame_int32, frame_uint8, history, history_lengths, slot, vocab_size,
-               max_model_len):  # fmt: skip
+               sampled, width, drafts, draft_width, frame_int32, frame_uint8, history, history_lengths, slot,
+               vocab_size, max_model_len):  # fmt: skip
     """One whole step: every row of the batch by the rules, then the frame. `batch` int32 [4, n] as in `BatchField`,
-    `sampled` int32 [n, w], `drafts` int32 [n, k] (k = 0: none were given), `takes_drafts` bool [>= n] is scratch."""
+    `sampled` and `drafts` int32, `width` and `draft_width` ids a row, row after row (a draft width of 0: none were
+    given); `takes_drafts` bool [>= n] is scratch."""
     retire_drafts(work, token_ids, is_token_ids, lists, lengths)
     for i in range(batch.shape[1]):
         row = np.uintp(batch[BATCH_ROW, i])  # unsigned: an index that cannot count from the end needs no check for it
         num_outputs_before = work[OUTPUTS, row]
         change = rules.step_row(
-            work, token_ids, is_token_ids, stop_ids, counters, row_counters, sampled[i], row,
+            work, token_ids, is_token_ids, stop_ids, counters, row_counters,
+            sampled[i * width : (i + 1) * width], row,
             batch[BATCH_GENERATION, i], batch[BATCH_SCHEDULED, i], batch[BATCH_DRAFTS, i], vocab_size,
             max_model_len,
         )  # fmt: skip
@@ -146,12 +147,13 @@ def apply_step(work, token_ids, is_token_ids, stop_ids, counters, row_counters, 
             if work[OUTPUTS, row] > num_outputs_before or work[FINISH_REASON, row] != 0:
                 rules.add_to_list(work, lists, lengths, IS_PENDING, PENDING, row)
     give_drafts(
-        work, token_ids, is_token_ids, counters, lists, lengths, batch, takes_drafts, drafts, vocab_size, max_model_len
-    )
+        work, token_ids, is_token_ids, counters, lists, lengths, batch, takes_drafts, drafts, draft_width,
+        vocab_size, max_model_len,
+    )  # fmt: skip
     copy_frame(work, lists, lengths, frame_int32, frame_uint8, history, history_lengths, slot)
 
 
-@kernel(*_BOOK, _INT64, _INT32_2D, _INT64, _INT, _INT, _INT)
+@kernel((*_BOOK, _INT64, _INT32_2D, _INT64, _INT, _INT, _INT))
 def end_row(work, token_ids, is_token_ids, counters, lists, lengths, row, finish_reason, stop_reason):
     """Finishes a request outside of a step; its end is delivered like any other."""
     rules.finish(work, token_ids, is_token_ids, counters, row, finish_reason, stop_reason)
@@ -159,7 +161,7 @@ def end_row(work, token_ids, is_token_ids, counters, lists, lengths, row, finish
     rules.add_to_list(work, lists, lengths, IS_PENDING, PENDING, row)
 
 
-@kernel(*_BOOK, _INT64_2D, _INT32_2D, _INT64, _INT)
+@kernel((*_BOOK, _INT64_2D, _INT32_2D, _INT64, _INT))
 def clear_row(work, token_ids, is_token_ids, row_counters, lists, lengths, row):
     """Zeroes a row: its columns but `generation` (and the two list marks), and what was in use of both tables."""
     for position in range(work[NUM_TOKENS, row]):
@@ -173,7 +175,7 @@ def clear_row(work, token_ids, is_token_ids, row_counters, lists, lengths, row):
     rules.add_to_list(work, lists, lengths, IS_TOUCHED, TOUCHED, row)
 
 
-@kernel(_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT32, _INT32)
+@kernel((_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT32, _INT32))
 def take_pending(work, token_ids, lists, lengths, request_nos, block):
     """Writes what is to be delivered into `block` (see `ipc/columns.py`), in the order in which the rows got it, and
     returns the number of its token ids. From here on it counts as delivered, unless the block is too small for that

@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import INT32_MAX, NUM_INT32_COLUMNS, Counter, FinishReason, Layout, narrow
+from asyncbook.ipc.layout import INT32_MAX, NUM_INT32_COLUMNS, Counter, FinishReason, Layout
 from asyncbook.ipc.wire import BatchField
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
@@ -27,6 +27,9 @@ class Outcome(IntEnum):
     APPLIED = 1
     STEP = 2  # a frame is written and waits to be published
     STOP = 3
+
+
+_STEP = Outcome.STEP  # an enum's member is looked up slowly, and this one every step
 
 
 class Tables:
@@ -62,7 +65,8 @@ class Ledger:
         self.history_lengths = np.zeros(layout.num_frames, np.int64)
         self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths)
         self._takes_drafts = np.zeros(num_rows, np.bool_)
-        self._no_drafts = np.ndarray((num_rows, 0), np.int32, b"")
+        self._sampled = np.zeros(num_rows * (1 + layout.num_spec_tokens), np.int32)
+        self._drafts = np.zeros(num_rows * layout.num_spec_tokens, np.int32)
         self._batches: list[np.ndarray | None] = [None] * wire.NUM_BATCH_SLOTS
         self._handlers: dict[type[wire.Command], Callable[..., Outcome]] = {
             wire.Step: self._step,
@@ -79,14 +83,29 @@ class Ledger:
 
     def apply(self, message: wire.AnyCommand) -> Outcome:
         """Applies one message, once. Raises `BadMessage`, with nothing changed, for one that makes no sense."""
-        if message.seq <= self.applied_seq:
-            self.tables.counters[Counter.REPLAYED_MESSAGES] += 1
+        if not self._is_next(message.seq):
             return Outcome.REPLAYED
-        if message.seq != self.applied_seq + 1:
-            raise BadMessage(f"message {message.seq} came after message {self.applied_seq}: one is missing")
         outcome = self._handlers[type(message)](message)
         self.applied_seq = message.seq
         return outcome
+
+    def apply_step(
+        self, seq: int, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int
+    ) -> Outcome:
+        """`apply` for a step whose ids are in memory: int32, `width` and `draft_width` a row, row after row."""
+        if not self._is_next(seq):
+            return Outcome.REPLAYED
+        self._apply_step(step, slot, sampled, width, drafts, draft_width)
+        self.applied_seq = seq
+        return _STEP
+
+    def _is_next(self, seq: int) -> bool:
+        if seq == self.applied_seq + 1:
+            return True
+        if seq > self.applied_seq:
+            raise BadMessage(f"message {seq} came after message {self.applied_seq}: one is missing")
+        self.tables.counters[Counter.REPLAYED_MESSAGES] += 1
+        return False
 
     # Steps
 
@@ -117,34 +136,33 @@ class Ledger:
 
     def _step(self, message: wire.Step) -> Outcome:
         num_rows = self.num_batch_rows(message.slot)
-        if message.step != self.step + 1:
-            raise BadMessage(f"step {message.step} came after step {self.step}")
-        sampled = self._ids(message.sampled_token_ids, num_rows, message.width, message.wide)
-        drafts = self._no_drafts
-        if message.draft_token_ids is not None:
-            drafts = self._ids(message.draft_token_ids, num_rows, message.draft_width, False)
-        tables, batch = self.tables, self._batches[message.slot]
-        slot = message.step % tables.layout.num_frames
+        self._unpack(message.sampled_token_ids, num_rows * message.width, self._sampled)
+        self._unpack(message.draft_token_ids, num_rows * message.draft_width, self._drafts)
+        self._apply_step(message.step, message.slot, self._sampled, message.width, self._drafts, message.draft_width)
+        return _STEP
+
+    @staticmethod
+    def _unpack(data: memoryview, num_ids: int, target: np.ndarray) -> None:
+        if not 0 <= num_ids <= target.size or len(data) != 4 * num_ids:
+            raise BadMessage(f"{len(data)} bytes of ids, expected {num_ids} ids of 4 bytes, {target.size} at most")
+        target[:num_ids] = np.frombuffer(data, np.int32)
+
+    def _apply_step(
+        self, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int
+    ) -> None:
+        num_rows, layout = self.num_batch_rows(slot), self.tables.layout
+        if step != self.step + 1:
+            raise BadMessage(f"step {step} came after step {self.step}")
+        if not (0 < width <= 1 + layout.num_spec_tokens and 0 <= draft_width <= layout.num_spec_tokens):
+            raise BadMessage(f"step {step} of {num_rows} rows has {width} ids and {draft_width} drafts a row")
+        tables, frame = self.tables, step % layout.num_frames
         kernels.apply_step(
             self.work, tables.token_ids, tables.is_token_ids, self.stop_ids, tables.counters, tables.row_counters,
-            self.lists, self.lengths, batch, self._takes_drafts, sampled, drafts, tables.frames_int32[slot],
-            tables.frames_uint8[slot], self.history, self.history_lengths, slot, self.vocab_size,
-            tables.layout.max_model_len,
+            self.lists, self.lengths, self._batches[slot], self._takes_drafts, sampled, width, drafts, draft_width,
+            tables.frames_int32[frame], tables.frames_uint8[frame], self.history, self.history_lengths, frame,
+            self.vocab_size, layout.max_model_len,
         )  # fmt: skip
-        self.step = message.step
-        return Outcome.STEP
-
-    def _ids(self, data: memoryview, num_rows: int, width: int, wide: bool) -> np.ndarray:
-        """int32 [num_rows, width], read-only as messages are; a wide id that is no int32 becomes the least one."""
-        itemsize = 8 if wide else 4
-        if not 0 <= width <= 1 + self.tables.layout.num_spec_tokens or len(data) != num_rows * width * itemsize:
-            raise BadMessage(f"{len(data)} bytes of ids, expected {num_rows} rows of {width} ids of {itemsize} bytes")
-        if not wide:
-            return np.ndarray((num_rows, width), np.int32, data)
-        ids = np.empty(num_rows * width, np.int32)
-        narrow(np.ndarray(num_rows * width, np.int64, data), ids)
-        ids.flags.writeable = False
-        return ids.reshape(num_rows, width)
+        self.step = step
 
     # The life of a row
 
@@ -239,6 +257,8 @@ class Ledger:
             effect = self._transition(message.row, LifeEvent.ABORT)
             if effect is Effect.END:
                 self._end(message.row, FinishReason.ABORT, -1)
+            # Its id is free: what it still has to deliver must come before whoever gets the id next.
+            self.outbox.depart(message.row)
         return Outcome.APPLIED
 
     def _preempt(self, message: wire.Preempt) -> Outcome:

@@ -1,8 +1,9 @@
 """What is to be delivered. A row waits in the outbox, not its tokens: they are read from the table when the reader can
 take them, so a slow reader gets bigger pieces, and what waits for it is bounded by the book.
 
-Only the last piece of a request whose row was released has no table any more. It is kept here, at most
-`MAX_DEPARTED_TOKEN_IDS` ids and `MAX_DEPARTED_REQUESTS` requests; beyond that the oldest are dropped whole and counted.
+Only the last piece of a request that was aborted, or whose row was released, does not wait in the row. It is kept here,
+at most `MAX_DEPARTED_TOKEN_IDS` ids and `MAX_DEPARTED_REQUESTS` requests; beyond that the oldest are dropped whole and
+counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _NUM_DELIVERED, _NUM_OUTPUT_TOKENS = int(Field.NUM_DELIVERED), int(Field.NUM_OUT
 
 
 class _Departed(NamedTuple):
-    """What a released row had not delivered."""
+    """What an aborted or released request had not delivered."""
 
     request_no: int
     token_ids: np.ndarray
@@ -84,7 +85,7 @@ class Outbox:
         )
 
     def depart(self, row: int) -> None:
-        """The row is about to be cleared: keeps what its request still has to deliver."""
+        """Nothing will follow what the row's request still has to deliver: keeps it, whatever becomes of the row."""
         work = self._work
         if not work[Field.IS_PENDING, row]:
             return
@@ -106,6 +107,7 @@ class Outbox:
         pending[: others.size] = others
         self._lengths[rules.PENDING] = others.size
         work[Field.IS_PENDING, row] = 0
+        work[_NUM_DELIVERED, row] = work[_NUM_OUTPUT_TOKENS, row]
         while self._num_departed_token_ids > MAX_DEPARTED_TOKEN_IDS or len(self._departed) > MAX_DEPARTED_REQUESTS:
             self._num_departed_token_ids -= self._departed.popleft().token_ids.size
             self.num_dropped_requests += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from asyncbook.ipc import layout
-from asyncbook.worker.jit import rule
+from asyncbook.ipc.jit import rule
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
 
 

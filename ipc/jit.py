@@ -7,6 +7,7 @@ rule changes. So the name under which a kernel is cached carries a digest of all
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import os
 import tempfile
@@ -17,30 +18,31 @@ from typing import Any
 import numba
 from numba.core import config
 
-KERNEL_SOURCES = ("jit.py", "kernels.py", "life.py", "rules.py", "scatter.py", "../ipc/layout.py", "../ipc/wire.py")
+KERNEL_SOURCES = {
+    "asyncbook.ipc": ("columns.py", "jit.py", "layout.py", "publish.py", "staging.py", "wire.py"),
+    "asyncbook.worker": ("kernels.py", "life.py", "rules.py", "scatter.py"),
+}
 
 
 def _source_digest() -> str:
     digest = hashlib.blake2b(digest_size=6)
-    here = Path(__file__).resolve().parent
-    for name in KERNEL_SOURCES:
-        path = here / name if not name.startswith("../ipc/") else _ipc_folder() / Path(name).name
-        if path.exists():
-            digest.update(path.read_bytes())
+    for package, names in KERNEL_SOURCES.items():
+        # Found, not imported: the folders lie beside each other in the repository and in one another when installed.
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        folder = Path(spec.submodule_search_locations[0])
+        for name in names:
+            if (folder / name).exists():
+                digest.update((folder / name).read_bytes())
     return digest.hexdigest()
-
-
-def _ipc_folder() -> Path:
-    import asyncbook.ipc
-
-    return Path(asyncbook.ipc.__path__[0])
 
 
 _numba_config: Any = config  # its names are made at run time
 logger = logging.getLogger("asyncbook")
 
 SOURCE_DIGEST = _source_digest()
-_kernels: list[tuple[Any, tuple[Any, ...]]] = []
+_kernels: list[tuple[Any, tuple[tuple[Any, ...], ...]]] = []
 
 
 def _ensure_cache_folder() -> None:
@@ -77,35 +79,25 @@ def rule(function: Callable[..., Any]) -> Any:
     return numba.njit(inline="always", **_OPTIONS)(function)
 
 
-def kernel(*argument_types: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A kernel for exactly these argument types. `compile_all` compiles it, or loads it from the cache; a call with
-    other types is a TypeError, never a compilation in the middle of a step."""
+def kernel(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any]:
+    """A kernel for exactly these signatures, each a tuple of argument types. `compile_all` compiles it, or loads it
+    from the cache; a call with other types is a TypeError, never a compilation in the middle of a step."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         function.__qualname__ = f"{function.__qualname__}_{SOURCE_DIGEST}"
         compiled = numba.njit(cache=True, **_OPTIONS)(function)
-        _kernels.append((compiled, argument_types))
+        _kernels.append((compiled, signatures))
         return compiled
 
     return decorate
 
 
-def generic_kernel(function: Callable[..., Any]) -> Any:
-    """A kernel for whatever types it is called with: compiled at its first call with them, or loaded from the cache,
-    and no part of `compile_all`. For functions that others call on their own arrays.
-
-    It keeps the GIL. Giving it back and taking it again costs more than a few rows do, and nobody can change an index
-    between its check and the write.
-    """
-    function.__qualname__ = f"{function.__qualname__}_{SOURCE_DIGEST}"
-    return numba.njit(cache=True, **{**_OPTIONS, "nogil": False})(function)
-
-
 def compile_all() -> None:
-    """Makes every kernel ready."""
-    for compiled, argument_types in _kernels:
+    """Makes every kernel of the modules imported so far ready."""
+    for compiled, signatures in _kernels:
         if not compiled.signatures:
-            compiled.compile(argument_types)
+            for signature in signatures:
+                compiled.compile(signature)
             compiled.disable_compile()
 
 
