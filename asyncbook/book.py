@@ -145,7 +145,7 @@ class Book(ABC):
             wire.as_bytes(request.prompt_token_ids),
             wire.as_bytes(request.output_token_ids),
             None if request.is_token_ids is None else wire.as_bytes(request.is_token_ids),
-            num_computed_tokens,
+            int(num_computed_tokens),
             INT32_MAX if params.max_tokens is None else min(int(params.max_tokens), INT32_MAX),
             min(int(params.min_tokens), INT32_MAX),
             [int(token_id) for token_id in params.eos_token_ids],

@@ -20,7 +20,7 @@ from numba.core import config
 
 KERNEL_SOURCES = {
     "asyncbook.ipc": ("columns.py", "jit.py", "layout.py", "publish.py", "staging.py", "wire.py"),
-    "asyncbook.worker": ("kernels.py", "life.py", "rules.py", "scatter.py"),
+    "asyncbook.worker": ("kernels.py", "life.py", "rules.py", "scatter_kernels.py"),
 }
 
 
@@ -90,6 +90,25 @@ def kernel(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any]:
         return compiled
 
     return decorate
+
+
+def generic_kernel(function: Callable[..., Any]) -> Any:
+    """A kernel for whatever types it is called with: compiled at its first call with them, or loaded from the cache,
+    and no part of `compile_all`. For functions that others call on their own arrays.
+
+    It keeps the GIL. Giving it back and taking it again costs more than a few rows do, and nobody can change an index
+    between its check and the write.
+    """
+    function.__qualname__ = f"{function.__qualname__}_{SOURCE_DIGEST}"
+    return numba.njit(cache=True, **{**_OPTIONS, "nogil": False})(function)
+
+
+def bare(generic: Any, *argument_types: Any) -> Callable[..., Any]:
+    """The machine code of a generic kernel for exactly these types, compiled or loaded right here. A call does not look
+    at its arguments, which costs as much as ten of them: for numbers that the caller made itself."""
+    generic.compile(argument_types)
+    function: Callable[..., Any] = generic.get_overload(argument_types)
+    return function
 
 
 def compile_all() -> None:

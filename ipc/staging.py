@@ -25,7 +25,7 @@ WRONG_SHAPE = 0  # in the place of a width
 @rule
 def _copy(ids, num_rows, max_width, target):
     """The ids as int32 into `target`, row after row; what is no int32 becomes the least one. Returns the width."""
-    width = ids.size // num_rows if num_rows > 0 else 1
+    width = ids.shape[-1] if ids.ndim == 2 else 1
     if ids.shape[0] != num_rows or not 0 < width <= max_width:
         return WRONG_SHAPE
     flat = ids.reshape(ids.size)

@@ -44,9 +44,12 @@ def nothing_left_behind(directory: Path) -> Iterator[None]:
     children_before, descriptors_before = children(), descriptors()
     yield
     gc.collect()  # a mapping ends with its last view, and its descriptor with it
-    assert {pid: state for pid, state in children().items() if pid not in children_before} == {}
-    assert {fd: what for fd, what in descriptors().items() if descriptors_before.get(fd) != what} == {}
-    assert sorted(directory.iterdir()) == []
+    left = {
+        "processes": {pid: state for pid, state in children().items() if pid not in children_before},
+        "descriptors": {fd: what for fd, what in descriptors().items() if descriptors_before.get(fd) != what},
+        "files": [str(path) for path in directory.iterdir()],
+    }
+    assert not any(left.values()), f"left behind: {left}"
 
 
 class WatchedProcess:

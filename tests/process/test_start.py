@@ -20,12 +20,10 @@ from asyncbook.process import SidecarProcess
 from tests.conftest import KINDS, SMALL, step, tokens
 from tests.process.leftovers import children, nothing_left_behind
 
-TRANSPORTS = [name for name in KINDS if name != "embedded"]
 
-
-@pytest.fixture(params=TRANSPORTS)
-def config(request: pytest.FixtureRequest) -> BookConfig:
-    return BookConfig(**(SMALL | KINDS[request.param]))
+@pytest.fixture
+def config() -> BookConfig:
+    return BookConfig(**SMALL)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +46,9 @@ def program(path: Path, script: str) -> str:
     return str(path)
 
 
-def test_a_sidecar_starts_and_ends(config: BookConfig, runtime_dir: Path) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "embedded"])
+def test_a_sidecar_starts_and_ends(runtime_dir: Path, kind: str) -> None:
+    config = BookConfig(**(SMALL | KINDS[kind]))
     with nothing_left_behind(runtime_dir):
         book = asyncbook.spawn(config)
         (directory,) = runtime_dir.iterdir()
@@ -117,11 +117,10 @@ def test_a_sidecar_that_ends_while_starting(
 
 def test_a_sidecar_that_is_never_ready(runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = BookConfig(**SMALL, start_timeout_s=0.2)
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", "echo still busy; exec sleep 1000"))
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", "exec sleep 1000"))
     with nothing_left_behind(runtime_dir):
         message = why_not(config, HandshakeFailed)
     assert "0.2 s" in message
-    assert "still busy" in message
 
 
 def before_the_handshake(monkeypatch: pytest.MonkeyPatch, do: Callable[[SidecarProcess], None]) -> None:

@@ -175,8 +175,9 @@ def _scheduled(trio: Trio, choices: Choices, row: Row, d: int) -> int:
         count = choices.integer(1, 4)
     if kind >= 23:
         count = left + d + 1
-    least = 0 if once_in(choices, 60) else max(1, d)
-    return 2**31 - 1 if once_in(choices, 60) else max(least, count)
+    if once_in(choices, 60):
+        return pick(choices, (-1, 0, d - 1, 2**31 - 1, 2**31))
+    return max(1, d, count)
 
 
 def _submit(trio: Trio, choices: Choices, batch: TrioBatch) -> None:

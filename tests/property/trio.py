@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import asyncbook
-from asyncbook import Batch, Book, BookConfig, Frame, FrameExpired, InFlightFull, RequestParams, Row
+from asyncbook import Batch, Book, BookConfig, Frame, FrameExpired, InFlightFull, NotApplied, RequestParams, Row
 from tests.property.compare import (
     Refused,
     answer,
@@ -139,12 +139,13 @@ class Trio:
         self._record("", "submit", batch, sampled, drafts)
         expected = answer(self.reference.submit, batch.reference, sampled, draft_token_ids=drafts)
         assert self._submit(self.embedded, batch.embedded, sampled, drafts) == expected
-        if not isinstance(expected, Refused):
-            self._make_room(batch, sampled, drafts)
+        self._make_room(batch, sampled, drafts, may_be_submitted=not isinstance(expected, Refused))
         assert self._submit(self.sidecar, batch.sidecar, sampled, drafts) == expected
         if isinstance(expected, Refused):
             self.num_refused += 1
             return expected
+        if self._pace.is_paused:
+            assert answer(self.sidecar.frame, expected) == Refused(NotApplied.__name__)
         self._unsettled.append(expected)
         self._is_between_steps = False
         self._compare_embedded()
@@ -163,12 +164,15 @@ class Trio:
             my_drafts.fill(1)
         return result
 
-    def _make_room(self, batch: TrioBatch, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+    def _make_room(
+        self, batch: TrioBatch, sampled: np.ndarray, drafts: np.ndarray | None, *, may_be_submitted: bool
+    ) -> None:
         """A paused sidecar refuses a step too many; then it goes on."""
         if self._pace.is_full:
-            messages = self.sidecar.stats().messages
-            assert self._submit(self.sidecar, batch.sidecar, sampled, drafts) == Refused(InFlightFull.__name__)
-            assert self.sidecar.stats().messages == messages
+            if may_be_submitted:
+                messages = self.sidecar.stats().messages
+                assert self._submit(self.sidecar, batch.sidecar, sampled, drafts) == Refused(InFlightFull.__name__)
+                assert self.sidecar.stats().messages == messages
             self._pace.wake()
         if not self._pace.is_paused:
             self.sidecar.wait_room(TIMEOUT_S)

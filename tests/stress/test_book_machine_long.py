@@ -12,7 +12,8 @@ import secrets
 import pytest
 from hypothesis import settings
 
-import asyncbook
+from asyncbook import BookConfig
+from tests.conftest import KINDS, open_book
 from tests.property.operations import CONFIGS, drive
 from tests.property.test_book_machine import SHORT, run_machine
 from tests.property.test_lagging_runner import CONFIG, run
@@ -57,12 +58,12 @@ def test_many_short_random_calls(name: str) -> None:
     print(f"\n{name}: {max_examples} examples of Hypothesis, seed {SEED}")
 
 
-@pytest.mark.parametrize("kind", ["embedded", "sidecar"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lag", [0, 1, 2, 8])
 def test_many_lagging_runs(kind: str, lag: int) -> None:
     num_runs = max(2, NUM_OPERATIONS // 10_000)
-    config = CONFIG | {"num_spec_tokens": 3, "max_in_flight": max(1, lag)}
-    with (asyncbook.open if kind == "embedded" else asyncbook.spawn)(asyncbook.BookConfig(**config)) as book:
+    options = CONFIG | KINDS[kind] | {"num_spec_tokens": 3, "max_in_flight": max(1, lag)}
+    with open_book(kind, BookConfig(**options)) as book:
         for seed in range(SEED, SEED + num_runs):
             run(book, seed, lag)
         print(f"\n{kind}, lag {lag}: {book.submitted_step:,} steps, seeds {SEED} to {SEED + num_runs - 1}")

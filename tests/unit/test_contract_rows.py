@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 from asyncbook import Book, FinishReason, InvalidRequest, RequestParams, Row, StaleRow
-from tests.conftest import Delivered, columns, delivered, empty, grown, have, refused, step, tokens, wait_until
+from tests.conftest import (
+    Delivered,
+    MakeBook,
+    columns,
+    delivered,
+    empty,
+    grown,
+    have,
+    refused,
+    step,
+    tokens,
+    wait_until,
+)
 
 CALLS: dict[str, Callable[[Book, Row], Any]] = {
     "batch": lambda book, row: book.batch([row]),
@@ -274,6 +286,43 @@ def test_every_call_is_allowed_on_a_finished_row(book: Book, ends_by: str) -> No
     assert have(book, row, **ended, generation=row.generation)
     assert delivered(book) == {}
     book.release(row)
+
+
+# One row among many: a frame is written whole, from what changed since its memory was written last.
+
+EVENTS: dict[str, tuple[Callable[[Book, Row], Any], dict[str, int]]] = {
+    "nothing": (lambda book, row: None, {}),
+    "a step": (lambda book, row: step(book, [row], [6]), {"num_tokens": 3, "last_token_id": 6}),
+    "abort": (lambda book, row: book.abort(row), {"finish_reason": FinishReason.ABORT}),
+    "preempt": (lambda book, row: book.preempt(row), {"num_computed_tokens": 0}),
+    "resume": (resumed, {"num_computed_tokens": 0}),
+    "rewind": (lambda book, row: book.rewind(row, 1), {"num_computed_tokens": 1}),
+    "release": (lambda book, row: book.release(row), {"num_tokens": 0, "num_prompt_tokens": 0, "stop_reason": 0}),
+    "reuse": (
+        MAKES_STALE["release and reuse"],
+        {"num_tokens": 2, "num_prompt_tokens": 2, "num_output_tokens": 0, "last_token_id": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_happens_to_one_row_of_many_shows_in_every_later_frame(make_book: MakeBook, event: str) -> None:
+    book = make_book(max_num_reqs=100)
+    rows = [book.admit(f"r{number}", [1]) for number in range(40)]
+    step(book, rows, [5] * 40)
+    row = rows[17]
+    for _ in range(5):  # as many as there are frames, and more: none of them holds anything older
+        step(book, [], [])
+    before = {name: getattr(book.frame(), name).copy() for name in columns(book, row)}
+    call, changes = EVENTS[event]
+    result = call(book, row)
+    row = result if isinstance(result, Row) else row
+    for _ in range(5):
+        step(book, [], [])
+        assert have(book, row, generation=row.generation, **changes)
+        for name, column in before.items():
+            after = getattr(book.frame(), name)
+            assert np.flatnonzero(after != column).tolist() in ([], [17]), name
 
 
 # Release

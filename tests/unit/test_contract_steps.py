@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,7 @@ from asyncbook import (
     BookConfig,
     ContractError,
     FinishReason,
-    FrameExpired,
-    InFlightFull,
     InvalidBatch,
-    NotApplied,
-    RequestParams,
-    SidecarTimeout,
 )
 from tests.conftest import (
     SMALL,
@@ -30,10 +24,8 @@ from tests.conftest import (
     delivered,
     grown,
     have,
-    ids_of,
     refused,
     step,
-    stopped_sidecar,
     tokens,
 )
 
@@ -301,6 +293,20 @@ def test_a_bad_id_ends_its_request_alone(book: Book, bad: int, dtype: type, stop
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("ids", "scheduled", "stop_reason"), [([100, 5], 1, 100), ([5, 6], 3, None)])
+def test_an_error_without_any_id_is_delivered_too(
+    book: Book, ids: list[int], scheduled: int, stop_reason: int | None
+) -> None:
+    row, other = book.admit("a", [1]), book.admit("b", [2])
+    number = step(book, [row, other], [ids, [7, -1]], scheduled=[scheduled, 1])
+    (outputs,) = book.poll_outputs()
+    assert outputs.step == number
+    bad, good = outputs
+    assert (bad.request_id, bad.token_ids.tolist(), *bad[2:]) == ("a", [], FinishReason.ERROR, stop_reason)
+    assert (good.request_id, good.token_ids.tolist(), *good[2:]) == ("b", [7], FinishReason.NONE, None)
+    assert have(book, row, finish_reason=FinishReason.ERROR, num_output_tokens=0, num_tokens=1)
+
+
 @pytest.mark.parametrize("bad", [100, -2, 2**31 - 1, 2**31, 2**32 + 5, -(2**40)])
 def test_a_bad_draft_cuts_the_drafts_and_is_counted(book: Book, bad: int) -> None:
     before = book.stats()
@@ -309,117 +315,3 @@ def test_a_bad_draft_cuts_the_drafts_and_is_counted(book: Book, bad: int) -> Non
     assert tokens(book, row) == [1, 5, 6]
     assert grown(book, before)["invalid_draft_tokens"] == 1
     assert have(book, row, finish_reason=FinishReason.NONE)
-
-
-# Room
-
-
-def test_steps_in_flight_are_bounded(make_book: MakeBook, kind: str) -> None:
-    book = make_book()
-    row = book.admit("a", [1, 2])
-    first = step(book, [row], [5])
-    if kind == "embedded":  # never has a step in flight
-        for number in range(5):
-            assert book.submit(book.batch([row]), ids_of([6])) == first + 1 + number
-        return
-    batch = book.batch([row])
-    with stopped_sidecar(book):
-        assert [book.submit(batch, ids_of([6])), book.submit(batch, ids_of([7]))] == [first + 1, first + 2]
-        held = book.stats().messages
-        for _ in range(3):
-            with pytest.raises(InFlightFull) as caught:
-                book.submit(batch, ids_of([99]))
-            for fragment in (f"step {first + 3}", f"step {first} is applied", "at most 2"):
-                assert fragment in str(caught.value)
-        assert book.stats().messages == held
-        assert book.applied_step == first
-        waits: list[Callable[[], None]] = [lambda: book.wait_applied(first + 1, 0.01), lambda: book.wait_room(0.01)]
-        for wait in waits:
-            with pytest.raises(SidecarTimeout) as late:
-                wait()
-            assert f"step {first + 1}" in str(late.value)
-            assert f"step {first}" in str(late.value)
-        assert issubclass(SidecarTimeout, TimeoutError)
-        with pytest.raises(NotApplied):
-            book.frame(first + 1)
-        assert book.token_ids(row).tolist() == [1, 2, 5]
-    book.wait_room(TIMEOUT_S)
-    assert book.submit(batch, ids_of([8])) == first + 3
-    book.wait_applied(first + 3, TIMEOUT_S)
-    assert tokens(book, row) == [1, 2, 5, 6, 7, 8]
-    assert delivered(book)["a"].token_ids == [5, 6, 7, 8]
-
-
-@pytest.mark.parametrize("max_in_flight", [1, 5])
-def test_exactly_max_in_flight_steps_fit(make_book: MakeBook, kind: str, max_in_flight: int) -> None:
-    if kind == "embedded":
-        pytest.skip("never has a step in flight")
-    book = make_book(max_in_flight=max_in_flight)
-    row = book.admit("a", [1], RequestParams(max_tokens=9))
-    batch = book.batch([row])
-    step(book, batch, [5])
-    with stopped_sidecar(book):
-        for _ in range(max_in_flight):
-            book.submit(batch, ids_of([6]))
-        with pytest.raises(InFlightFull, match=f"at most {max_in_flight} "):
-            book.submit(batch, ids_of([7]))
-        book.frame(book.applied_step).check()  # no frame that can be read is given to a step in flight
-    number = book.submitted_step
-    book.wait_applied(number, TIMEOUT_S)
-    assert tokens(book, row) == [1, 5, *[6] * max_in_flight]
-    with pytest.raises(FrameExpired):
-        book.frame(number - max_in_flight - 2)
-
-
-def test_other_messages_are_bounded_too_and_refused_whole(make_book: MakeBook, kind: str) -> None:
-    if kind == "embedded":
-        pytest.skip("never has a message in flight")
-    book = make_book(fresh=True)
-    keeper = book.admit("keeper", [1])
-    step(book, [keeper], [5])
-    row, refusal = None, ""
-    with stopped_sidecar(book):
-        for number in range(200_000):  # far beyond what any queue may hold
-            try:
-                if row is None:
-                    row = book.admit(f"r{number}", [1])
-                else:
-                    book.release(row)
-                    row = None
-            except InFlightFull as error:
-                refusal = str(error)
-                break
-        before = book.stats()
-        assert f"message {before.messages + 1}" in refusal
-        batch = book.batch([keeper])
-        calls: list[Callable[[], Any]] = [
-            lambda: book.abort(keeper),
-            lambda: book.preempt(keeper),
-            lambda: book.rewind(keeper, 0),
-            lambda: book.release(keeper),
-            lambda: book.admit("one more", [1]),
-            lambda: book.submit(batch, ids_of([9])),
-        ]
-        for call in 2 * calls:
-            with pytest.raises(InFlightFull):
-                call()
-        after = book.stats()
-        assert (after.messages, after.num_rows_held) == (before.messages, before.num_rows_held)
-    # Everything that was taken arrives, and nothing of what was refused.
-    number = _submit_when_there_is_room(book, keeper, 6)
-    book.wait_applied(number, TIMEOUT_S)
-    assert tokens(book, keeper) == [1, 5, 6]
-    assert have(book, keeper, finish_reason=FinishReason.NONE)
-    assert number == 2
-    stats = book.stats()
-    assert (stats.bad_messages, stats.stale_messages) == (0, 0)
-    assert stats.admitted_requests - stats.released_requests == stats.num_rows_held == 1 + (row is not None)
-
-
-def _submit_when_there_is_room(book: Book, row: asyncbook.Row, token_id: int) -> int:
-    for _ in range(1_000_000):
-        try:
-            return book.submit(book.batch([row]), ids_of([token_id]))
-        except InFlightFull:
-            continue
-    raise AssertionError("no room, although the sidecar runs")

@@ -1,0 +1,45 @@
+"""The command line: `asyncbook bench ...`, `asyncbook demo`. A command's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+try:
+    import click
+except ModuleNotFoundError:
+
+    def main() -> None:
+        """Says what is missing."""
+        sys.exit('the command line needs click: pip install "asyncbook[cli]"')
+
+else:
+
+    class LazyGroup(click.Group):
+        """A group that knows of each command where it lives: "module:attribute"."""
+
+        def __init__(self, name: str, homes: dict[str, str], help: str) -> None:
+            super().__init__(name, help=help)
+            self._homes = homes
+
+        def list_commands(self, ctx: click.Context) -> list[str]:
+            return sorted({*super().list_commands(ctx), *self._homes})
+
+        def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+            if cmd_name not in self._homes:
+                return super().get_command(ctx, cmd_name)
+            module, _, attribute = self._homes[cmd_name].partition(":")
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+            return command
+
+    bench = LazyGroup(
+        "bench",
+        {"updates": "asyncbook.bench.updates:updates_command"},
+        "Benchmarks: all arms side by side in one run, results checked in the same run.",
+    )
+    main = LazyGroup("asyncbook", {"demo": "asyncbook.demo.command:demo_command"}, "Token bookkeeping for LLM engines.")
+    main.add_command(bench)
+
+
+if __name__ == "__main__":
+    main()
