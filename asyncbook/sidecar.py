@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
-from asyncbook.batch import Batch
+from asyncbook.batch import Batch, check_ids
 from asyncbook.book import Book, BookClosed
 from asyncbook.config import BookConfig
 from asyncbook.ipc import jit, wire
@@ -93,6 +93,8 @@ class SidecarBook(Book):
         if drafts is not None:
             target = ring.draft_token_ids[step % len(ring.draft_token_ids)]
             draft_width = stage_ids(drafts, n, self.config.num_spec_tokens, target)
+        if not self._slots.is_known(batch):  # nothing is sent for ids that will be refused
+            check_ids("sampled_token_ids", sampled, n, 1 + self.config.num_spec_tokens)
         slot = self._known_slot(batch)
         seq = self._next_seq()
         filled = ring.fill(sampled, n, step, seq, slot, draft_width)

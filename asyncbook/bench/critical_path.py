@@ -1,4 +1,4 @@
-"""`asyncbook bench critical-path`: what the runner pays a step, paced as an engine is, all arms side by side in one run.
+"""`asyncbook bench critical-path`: what the runner pays a step, paced as an engine is, all arms in one run.
 
 In each round every arm does a few steps at the given interval, so that a busy moment of the machine hits all of them.
 What an arm was given is drawn from one seed; what it committed and delivered is compared at the end.
