@@ -150,7 +150,7 @@ class Book(ABC):
             min(int(params.min_tokens), INT32_MAX),
             [int(token_id) for token_id in params.eos_token_ids],
             [int(token_id) for token_id in params.stop_token_ids],
-            params.ignore_eos,
+            bool(params.ignore_eos),
         )
         self._post(message)
         self._names.add(request_id)
