@@ -16,9 +16,10 @@ from asyncbook.rows import Row, RowRegistry
 class Batch:
     """Rows in the order of what is sampled for them. `fields`: int32 [4, n] as it crosses to the bookkeeper."""
 
-    __slots__ = ("fields", "rows", "slot")
+    __slots__ = ("fields", "registry", "rows", "slot")
 
-    def __init__(self, rows: tuple[Row, ...], fields: np.ndarray) -> None:
+    def __init__(self, registry: RowRegistry, rows: tuple[Row, ...], fields: np.ndarray) -> None:
+        self.registry = registry
         self.rows = rows
         self.fields = fields
         self.slot = -1
@@ -73,7 +74,7 @@ def make_batch(
         scheduled = _counts("num_scheduled_tokens", num_scheduled_tokens, n, least, INT32_MAX)
         fields[BatchField.NUM_SCHEDULED_TOKENS] = scheduled
     fields.flags.writeable = False
-    return Batch(rows, fields)
+    return Batch(registry, rows, fields)
 
 
 class BatchSlots:

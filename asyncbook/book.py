@@ -229,6 +229,8 @@ class Book(ABC):
             )
         if draft_token_ids is not None and self.config.num_spec_tokens == 0:
             raise InvalidBatch("draft_token_ids came, but the book was made with num_spec_tokens=0")
+        if batch.registry is not self._rows:
+            raise InvalidBatch("the batch is another book's, expected one that this book's batch() made")
         n = len(batch.rows)
         if type(sampled_token_ids) is not np.ndarray:
             sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)

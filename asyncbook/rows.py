@@ -61,7 +61,7 @@ class RowRegistry:
     def held(self, row: Row) -> HeldRow:
         """Who holds the row under this very handle. Raises `StaleRow`."""
         try:
-            index, generation = row
+            index, generation = row if isinstance(row, Row) else None
             held = self._held[index] if index >= 0 else None
         except (TypeError, ValueError, IndexError):
             raise StaleRow(f"{row!r} names no row, expected a Row with an index below {self._max_num_reqs}") from None

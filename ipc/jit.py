@@ -127,8 +127,9 @@ def cache_path() -> str:
 
 def is_cached() -> bool:
     """Whether every kernel of these very sources has been compiled on this machine before."""
-    folder = Path(cache_path())
-    return all(any(folder.glob(f"*{compiled.py_func.__qualname__}-*.nbi")) for compiled, _ in _kernels)
+    return all(
+        any(Path(compiled.stats.cache_path).glob(f"*{compiled.py_func.__qualname__}-*.nbi")) for compiled, _ in _kernels
+    )
 
 
 def announce_compilation() -> None:

@@ -92,12 +92,11 @@ class Segment:
             raise LayoutMismatch(f"the segment starts with {owner[Owner.MAGIC]:#x}, expected {MAGIC:#x}")
         if owner[Owner.LAYOUT_VERSION] != LAYOUT_VERSION:
             raise LayoutMismatch(f"the segment has layout {owner[Owner.LAYOUT_VERSION]}, expected {LAYOUT_VERSION}")
-        layout = Layout(
-            owner[Owner.MAX_NUM_REQS],
-            owner[Owner.MAX_MODEL_LEN],
-            owner[Owner.NUM_SPEC_TOKENS],
-            owner[Owner.MAX_IN_FLIGHT],
-        )
+        sizes = owner[Owner.MAX_NUM_REQS : Owner.MAX_IN_FLIGHT + 1]
+        try:
+            layout = Layout(*sizes)
+        except AssertionError:
+            raise LayoutMismatch(f"the segment says that its sizes are {sizes}, which no book has") from None
         if not layout.total_bytes == owner[Owner.TOTAL_BYTES] == size:
             raise LayoutMismatch(
                 f"the segment has {size} bytes and says {owner[Owner.TOTAL_BYTES]}, expected {layout.total_bytes}"

@@ -141,7 +141,14 @@ class DutyCycle:
         return True
 
     def _apply(self, message: wire.AnyCommand) -> Outcome:
-        outcome = self._bookkeeper.apply(message)
+        try:
+            outcome = self._bookkeeper.apply(message)
+        except BadMessage as error:
+            if isinstance(message, wire.Step) or message.seq != self._ledger.applied_seq + 1:
+                raise  # the runner waits for a step, and for what is missing
+            self._count_bad(str(error))
+            self._ledger.applied_seq = message.seq
+            return Outcome.REPLAYED
         if isinstance(message, wire.Step):
             self._after_step()
         else:

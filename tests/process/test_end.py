@@ -284,7 +284,9 @@ def test_what_was_committed_stays_readable(config: BookConfig) -> None:
     with asyncbook.spawn(config) as book:
         row = book.admit("a", [1])
         number = step(book, [row], [5])
-        os.kill(book.sidecar_pid or 0, signal.SIGSTOP)
+        pid = book.sidecar_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
         book.submit(book.batch([row]), ids_of([6]))
         kill_sidecar(book)
         with book.frame(number) as frame:
