@@ -24,7 +24,7 @@ demo: $(VENV)/.installed  ## a real model, its bookkeeping done three ways; pict
 	$(BIN)/asyncbook demo
 
 # The part of the tests that is known to pass in well under ten minutes; `make test-all` runs every one of them.
-TESTS := docs layout segment histogram config reference kernels_compiled contract_later
+TESTS := docs layout histogram config reference kernels_compiled contract_later
 test: $(VENV)/.installed  ## tests that take seconds
 	$(BIN)/pytest $(TESTS:%=tests/unit/test_%.py)
 
