@@ -26,7 +26,7 @@ from asyncbook import Batch, Book, BookConfig, FinishReason, Row, Stats
 
 TIMEOUT_S = 30.0  # a limit for waits that end in microseconds; only a broken book gets there
 KINDS: dict[str, dict[str, Any]] = {"embedded": {}, "sidecar": {"transport": "zmq"}, "ring": {"transport": "ring"}}
-MAX_IDLE_SIDECARS = 4
+MAX_IDLE_SIDECARS = 8
 SMALL: dict[str, Any] = {"max_num_reqs": 4, "max_model_len": 16, "vocab_size": 100, "num_spec_tokens": 5}
 
 MakeBook = Callable[..., Book]

@@ -228,6 +228,7 @@ async def collect(book: Book, requests: dict[str, list[int]], ends: dict[str, Fi
                 ends[delta.request_id] = delta.finish_reason
 
 
+@pytest.mark.parametrize("kind", ["embedded", "sidecar"])
 async def test_outputs_come_as_they_are_delivered_until_the_book_is_closed(make_book: MakeBook) -> None:
     book = make_book(fresh=True)
     requests: dict[str, list[int]] = {}
@@ -301,6 +302,7 @@ async def test_a_reader_that_falls_behind_gets_everything_in_order(make_book: Ma
 # Ends
 
 
+@pytest.mark.parametrize("kind", ["embedded", "sidecar"])
 async def test_aclose_ends_every_wait(make_book: MakeBook, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncbook.process.STOP_TIMEOUT_S", 0.1)  # the sidecar of this test cannot end by itself
     book = make_book(fresh=True)
@@ -326,6 +328,7 @@ def _stopped_until_killed(book: Book) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("kind", ["embedded", "sidecar"])
 async def test_a_book_is_an_async_context(kind: str) -> None:
     async with open_book(kind, BookConfig(**(SMALL | KINDS[kind]))) as book:
         row = book.admit("a", [1])

@@ -1,4 +1,5 @@
-"""Calls on which the books, or a book and the reference, once differed; each found by chance, cut down by hand."""
+"""Calls on which the books, or a book and the reference, once differed, and calls that find a fault of
+`tools/mutate.py` which random ones find by luck only. Cut down by hand."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+import asyncbook
 from asyncbook import RequestParams, Row
 from tests.property.compare import Refused
 from tests.property.operations import CONFIGS
 from tests.property.trio import Trio, TrioBatch, TrioPool
+from tests.reference import Finish
 
 DEFAULT = RequestParams()
 
@@ -51,3 +54,15 @@ def test_ids_of_an_empty_batch_may_not_be_too_wide_either(trio: Trio) -> None:
     for width, is_refused in ((0, True), (1, False), (3, False), (4, True)):
         answer = trio.submit(empty, np.zeros((0, width), np.int32))
         assert (answer == Refused("InvalidBatch")) is is_refused
+
+
+@pytest.mark.parametrize("num_stop_ids", [3, 5, 9])
+def test_many_stop_ids_leave_those_of_a_neighbour(num_stop_ids: int) -> None:
+    # A new book: the memory for stop ids grows once, with the first request that has many.
+    with asyncbook.open(CONFIGS["many in flight"]) as book:
+        rows = [
+            book.admit("few", [1], RequestParams(stop_token_ids=(3,))),
+            book.admit("many", [1], RequestParams(stop_token_ids=(4,) * num_stop_ids)),
+        ]
+        book.submit(book.batch(rows), np.array([3, 4], np.int32))
+        assert book.frame().finish_reason.tolist() == [Finish.STOP, Finish.STOP, 0, 0]

@@ -21,7 +21,6 @@ from asyncbook import (
 )
 from tests.conftest import (
     Delivered,
-    MakeBook,
     columns,
     delivered,
     grown,
@@ -107,8 +106,7 @@ def test_numbers_come_as_python_or_numpy_integers(book: Book) -> None:
 
 
 @pytest.mark.parametrize("value", [1, np.True_, "yes"])
-def test_ignore_eos_that_is_no_bool_is_refused_or_taken_and_hurts_nobody(make_book: MakeBook, value: Any) -> None:
-    book = make_book(fresh=True)
+def test_ignore_eos_that_is_no_bool_is_refused_or_taken_and_hurts_nobody(book: Book, value: Any) -> None:
     neighbour = book.admit("neighbour", [1])
     try:
         row = book.admit("a", [1], RequestParams(eos_token_id=2, ignore_eos=value))
@@ -121,8 +119,7 @@ def test_ignore_eos_that_is_no_bool_is_refused_or_taken_and_hurts_nobody(make_bo
     assert tokens(book, neighbour) == [1, 5]
 
 
-def test_num_computed_tokens_that_is_a_bool_is_refused_or_taken_and_hurts_nobody(make_book: MakeBook) -> None:
-    book = make_book(fresh=True)
+def test_num_computed_tokens_that_is_a_bool_is_refused_or_taken_and_hurts_nobody(book: Book) -> None:
     neighbour = book.admit("neighbour", [1])
     try:
         row = book.admit("a", [1, 2], num_computed_tokens=True)

@@ -24,6 +24,8 @@ from asyncbook import (
 )
 from tests.conftest import TIMEOUT_S, Delivered, MakeBook, columns, delivered, ids_of, refused, step, tables, tokens
 
+# A fresh sidecar takes its time, and the transport has no part in what these tests look at.
+ONE_TRANSPORT = pytest.mark.parametrize("kind", ["embedded", "sidecar"])
 DTYPES = dict.fromkeys(COLUMN_DTYPES, np.int32) | {"generation": np.uint32, "finish_reason": np.uint8}
 
 
@@ -39,6 +41,7 @@ def test_a_frame_has_the_columns_of_the_contract(book: Book) -> None:
     assert frame.step == book.applied_step
 
 
+@ONE_TRANSPORT
 def test_frame_zero_is_the_empty_book(make_book: MakeBook) -> None:
     book = make_book(fresh=True)
     assert book.applied_step == book.frame().step == 0
@@ -197,6 +200,7 @@ def test_finished_requests_are_counted_by_reason(book: Book) -> None:
     assert {reason: ends[reason] - start[reason] for reason in ends} == dict.fromkeys(start, 1)
 
 
+@ONE_TRANSPORT
 def test_steps_messages_and_times_are_counted(make_book: MakeBook) -> None:
     book = make_book(fresh=True)
     empty = book.stats()
@@ -219,6 +223,7 @@ def test_steps_messages_and_times_are_counted(make_book: MakeBook) -> None:
     assert empty.messages == 0
 
 
+@ONE_TRANSPORT
 def test_spec_decode_stats(make_book: MakeBook) -> None:
     book = make_book(fresh=True)
     assert book.spec_decode_stats().mean_acceptance_length == 1.0
@@ -289,6 +294,7 @@ def test_outputs_stay_when_their_row_is_reused(book: Book) -> None:
 # The end of a book
 
 
+@ONE_TRANSPORT
 def test_views_stay_valid_after_close(make_book: MakeBook) -> None:
     book = make_book(fresh=True)
     row = book.admit("a", [1, 2])
@@ -302,6 +308,7 @@ def test_views_stay_valid_after_close(make_book: MakeBook) -> None:
     assert book.stats().committed_tokens == 1
 
 
+@ONE_TRANSPORT
 def test_close_is_idempotent_and_ends_every_call_that_sends(make_book: MakeBook) -> None:
     book = make_book(fresh=True)
     row = book.admit("a", [1, 2])
@@ -324,6 +331,7 @@ def test_close_is_idempotent_and_ends_every_call_that_sends(make_book: MakeBook)
     book.wait_room(0)
 
 
+@ONE_TRANSPORT
 def test_a_book_is_a_context(make_book: MakeBook) -> None:
     book = make_book(fresh=True)
     with book as inside:

@@ -252,8 +252,7 @@ def test_a_book_without_drafts_refuses_them(make_book: MakeBook) -> None:
     assert tokens(book, row) == [1, 5]
 
 
-def test_a_batch_of_another_book_is_refused(make_book: MakeBook) -> None:
-    book = make_book(fresh=True)
+def test_a_batch_of_another_book_is_refused(book: Book) -> None:
     mine = book.admit("mine", [1])
     with asyncbook.open(BookConfig(**(SMALL | {"max_num_reqs": 9}))) as other:
         batch = other.batch([other.admit(str(number), [1]) for number in range(9)])
