@@ -26,20 +26,20 @@ demo: $(VENV)/.installed  ## a real model, its bookkeeping done three ways; pict
 # The part of the tests that is known to pass in well under ten minutes; `make test-all` runs every one of them.
 TESTS := docs layout histogram config reference kernels_compiled contract_later
 test: $(VENV)/.installed  ## tests that take seconds
-	$(BIN)/pytest $(TESTS:%=tests/unit/test_%.py)
+	$(BIN)/python -m pytest $(TESTS:%=tests/unit/test_%.py)
 
 test-all: $(VENV)/.installed  ## every test but the long runs
-	$(BIN)/pytest
+	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/python tools/link_tree.py
 	$(BIN)/mypy -p asyncbook
-	cd build/tree && ../../$(BIN)/lint-imports --config ../../.importlinter --no-cache
+	cd build/tree && ../../$(BIN)/lint-imports ../../.importlinter --no-cache
 
 stress: $(VENV)/.installed  ## long runs: a million operations against the reference model
-	$(BIN)/pytest -m stress --timeout 7200 -s
+	$(BIN)/python -m pytest -m stress --timeout 7200 -s
 
 bench: $(VENV)/.installed  ## the benchmarks, with JSON and pictures in bench-out/
 	mkdir -p bench-out
