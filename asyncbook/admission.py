@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncbook.config import BookConfig, RequestParams
+from asyncbook.config import BookConfig, RequestParams, is_int
 from asyncbook.ipc.errors import InvalidRequest, InvalidToken, PromptTooLong
 
 
@@ -24,8 +24,8 @@ class Request:
 def _token_ids(request_id: str, name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     try:
         array = np.asarray(ids)
-    except (ValueError, OverflowError):
-        array = np.empty(0, object)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"request {request_id!r}: {name} is no list of ids: {error}") from None
     if array.size == 0 and array.ndim == 1:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iuO":
@@ -52,6 +52,10 @@ def check_request(
     """Raises `InvalidRequest`, `InvalidToken` or `PromptTooLong`."""
     if not isinstance(request_id, str):
         raise InvalidRequest(f"request_id is {request_id!r}, expected a string")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"request_id is {request_id!r}, which is no text: {error}") from None
     if not isinstance(params, RequestParams):
         raise InvalidRequest(f"request {request_id!r}: params is {params!r}, expected RequestParams")
     params.check()
@@ -75,7 +79,7 @@ def check_request(
 
 
 def _check_num_computed(request_id: str, num_computed_tokens: Any, num_tokens: int) -> None:
-    if not hasattr(num_computed_tokens, "__index__") or not 0 <= num_computed_tokens <= num_tokens:
+    if not is_int(num_computed_tokens) or not 0 <= num_computed_tokens <= num_tokens:
         raise InvalidRequest(
             f"request {request_id!r}: num_computed_tokens is {num_computed_tokens!r}, expected 0 to {num_tokens}"
         )
@@ -84,7 +88,10 @@ def _check_num_computed(request_id: str, num_computed_tokens: Any, num_tokens: i
 def _mask(request_id: str, mask: Sequence[bool] | np.ndarray | None, num_prompt_tokens: int) -> np.ndarray | None:
     if mask is None:
         return None
-    array = np.asarray(mask)
+    try:
+        array = np.asarray(mask)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"request {request_id!r}: prompt_is_token_ids is no list of bools: {error}") from None
     if array.shape != (num_prompt_tokens,) or array.dtype != np.bool_:
         raise InvalidRequest(
             f"request {request_id!r}: prompt_is_token_ids is {array.dtype} {list(array.shape)}, "

@@ -6,6 +6,7 @@ changed nothing. Where messages go, and how to wait for them, is left to `Embedd
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from time import monotonic_ns
@@ -16,10 +17,18 @@ import numpy as np
 
 from asyncbook.admission import check_request
 from asyncbook.batch import Batch, BatchSlots, check_ids, make_batch
-from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams
+from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams, is_int
 from asyncbook.frame import Frame, FrameViews
 from asyncbook.ipc import wire
-from asyncbook.ipc.errors import AsyncbookError, FrameExpired, InFlightFull, InvalidBatch, InvalidRequest, NotApplied
+from asyncbook.ipc.errors import (
+    AsyncbookError,
+    FrameExpired,
+    InFlightFull,
+    InvalidBatch,
+    InvalidRequest,
+    NotApplied,
+    PeerError,
+)
 from asyncbook.ipc.histogram import bucket_of
 from asyncbook.ipc.layout import INT32_MAX, NUM_HISTOGRAM_BUCKETS, Counter, RowCounter, Word
 from asyncbook.ipc.layout import Histogram as HistogramRow
@@ -49,6 +58,7 @@ class Book(ABC):
         self.config = config
         self._layout = segment.layout
         self._segment = segment
+        weakref.finalize(self, segment.close)  # also of a book that nobody closes
         memory = self._segment.readable()
         self._frames = FrameViews(self._layout, memory)
         self._token_ids = self._layout.token_ids.view(memory)[:, : config.max_model_len]
@@ -67,6 +77,7 @@ class Book(ABC):
         self._known_applied_step = 0
         self._seq = 0
         self._is_closed = False
+        self._end: PeerError | None = None  # what ended the book, once that is known: later calls fail at once
 
     # Where a book differs from another
 
@@ -99,11 +110,18 @@ class Book(ABC):
     def close(self) -> None:
         """Ends the book; a sidecar applies what was sent first. Idempotent. Arrays taken before stay readable."""
 
+    def _check_alive(self) -> None:
+        """Raises what ended the book, if something did."""
+        if self._is_closed:
+            raise BookClosed("the book is closed")
+
     # The life of a row
 
     def _next_seq(self) -> int:
         if self._is_closed:
             raise BookClosed("the book is closed")
+        if self._end is not None:
+            raise self._end
         return self._seq + 1
 
     def _post(self, message: wire.AnyCommand) -> None:
@@ -181,9 +199,9 @@ class Book(ABC):
         self, row: Row, num_computed_tokens: int, message: type[wire.Resume | wire.Rewind], *, preempted: bool
     ) -> Row:
         new_row = self._rows.renamed(row, preempted=preempted)
-        if not 0 <= num_computed_tokens <= self.config.max_model_len:
+        if not is_int(num_computed_tokens) or not 0 <= num_computed_tokens <= self.config.max_model_len:
             raise InvalidRequest(
-                f"row {row.index}: num_computed_tokens is {num_computed_tokens}, "
+                f"row {row.index}: num_computed_tokens is {num_computed_tokens!r}, "
                 f"expected 0 to max_model_len = {self.config.max_model_len}"
             )
         self._post(message(self._next_seq(), new_row.index, new_row.generation, int(num_computed_tokens)))
@@ -223,6 +241,7 @@ class Book(ABC):
             raise NotImplementedError("logprobs are not part of this version of asyncbook yet")
         step = self._submitted_step + 1
         if step - self._known_applied_step > self._max_in_flight and step - self.applied_step > self._max_in_flight:
+            self._check_alive()
             raise InFlightFull(
                 f"step {step} does not fit: step {self._known_applied_step} is applied, "
                 f"at most {self._max_in_flight} may be in flight"

@@ -104,10 +104,10 @@ class RequestParams:
         if self.max_tokens is not None:
             _check_count("max_tokens", self.max_tokens, 1)
         _check_count("min_tokens", self.min_tokens, 0)
-        for name, ids in (("eos_token_id", self.eos_token_ids), ("stop_token_ids", self.stop_token_ids)):
-            for token_id in ids:
-                if not _is_int(token_id) or not 0 <= token_id <= INT32_MAX:
-                    raise InvalidRequest(f"{name} holds {token_id!r}, expected ids from 0 to {INT32_MAX}")
+        if self.eos_token_id is not None and not is_int(self.eos_token_id):
+            _check_ids("eos_token_id", self.eos_token_id)
+        _check_ids("eos_token_id", self.eos_token_ids)
+        _check_ids("stop_token_ids", self.stop_token_ids)
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the string {self.stop!r}, expected a sequence of strings")
         if self.stop:
@@ -120,17 +120,28 @@ class RequestParams:
         """The end-of-sequence ids, none, one or several."""
         if self.eos_token_id is None:
             return ()
-        if _is_int(self.eos_token_id):
+        if is_int(self.eos_token_id):
             return (self.eos_token_id,)  # type: ignore[return-value]
         return tuple(self.eos_token_id)  # type: ignore[arg-type]
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether it is an integer of Python or numpy, and no bool."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
+def _check_ids(name: str, ids: object) -> None:
+    try:
+        token_ids = list(ids)  # type: ignore[call-overload]
+    except TypeError:
+        raise InvalidRequest(f"{name} is {ids!r}, expected ids") from None
+    for token_id in token_ids:
+        if not is_int(token_id) or not 0 <= token_id <= INT32_MAX:
+            raise InvalidRequest(f"{name} holds {token_id!r}, expected ids from 0 to {INT32_MAX}")
+
+
 def _check_count(name: str, value: object, least: int) -> None:
-    if not _is_int(value) or value < least:  # type: ignore[operator]
+    if not is_int(value) or value < least:  # type: ignore[operator]
         raise InvalidRequest(f"{name} is {value!r}, expected an int of at least {least}")
 
 

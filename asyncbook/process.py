@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import signal
 import struct
 import subprocess
@@ -163,14 +164,20 @@ class SidecarProcess:
             lines = []
         return "its log ends with: " + " | ".join(lines[-LOG_TAIL_LINES:]) if lines else "its log is empty"
 
+    def is_ours(self) -> bool:
+        """False in a forked child of the process that started it."""
+        return self._owner_pid == os.getpid()
+
+    def wait_ended(self) -> bool:
+        """Whether it has ended, after at most `STOP_TIMEOUT_S`."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return self.pidfd < 0 or bool(poll.poll(STOP_TIMEOUT_S * 1000))
+
     def stop(self) -> None:
         """Waits for it to end after `Stop`, or after the end of its lifetime pipe; kills it if it does not."""
-        if self._owner_pid != os.getpid():
-            return  # a forked child has copies of these descriptors, but not this process
         self._close_descriptors(lifetime_only=True)
-        try:
-            self._popen.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        if not self.wait_ended():
             logger.warning("the sidecar (pid %d) did not end within %s s and is killed", self.pid, STOP_TIMEOUT_S)
         self.kill()
 

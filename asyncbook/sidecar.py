@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from asyncbook.batch import Batch, check_ids
-from asyncbook.book import Book, BookClosed
+from asyncbook.book import Book
 from asyncbook.config import BookConfig
 from asyncbook.ipc import jit, wire
 from asyncbook.ipc.channel import RunnerChannel
@@ -31,8 +31,9 @@ FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs;
 
 
 def _end(process: SidecarProcess, channel: RunnerChannel) -> None:
-    process.stop()
-    channel.close()
+    if process.is_ours():  # a forked child has copies of all this, and must leave it to its parent
+        process.stop()
+        channel.close()
 
 
 class SidecarBook(Book):
@@ -107,15 +108,16 @@ class SidecarBook(Book):
     # Waiting
 
     def _check_alive(self) -> None:
-        if self._is_closed:
-            raise BookClosed("the book is closed")
-        if not self._process.is_alive():
+        super()._check_alive()
+        if self._end is None and not self._process.is_alive():
             self._drain_events()
             fault = f" ({self._fault})" if self._fault else ""
-            raise SidecarDied(
+            self._end = SidecarDied(
                 f"the sidecar (pid {self._process.pid}) died{fault}: {self._process.describe_end()}; step "
                 f"{self.applied_step} is applied, step {self._submitted_step} was submitted"
             )
+        if self._end is not None:
+            raise self._end
 
     def _drain_events(self) -> None:
         """Wake-ups only say "look again"; a fault is kept for the error that follows when the process ends."""
@@ -235,9 +237,15 @@ class SidecarBook(Book):
     def close(self) -> None:
         if self._is_closed:
             return
-        if self._process.is_alive():
-            self._channel.send_command(wire.encode(wire.Stop(self._seq + 1)))
+        if self._process.is_ours() and self._process.is_alive():
+            self._stop_sidecar()
         self._is_closed = True
         self._waiters.wake_all()
         self._finalizer()
         self._segment.close()
+
+    def _stop_sidecar(self) -> None:
+        """Lets it apply what was sent before, and waits for its end while its lifetime pipe is still open."""
+        seq = self._seq + 1
+        if self._channel.send_command(wire.encode(wire.Stop(seq))):
+            self._process.wait_ended()

@@ -39,6 +39,15 @@ def _seal(descriptor: int) -> None:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
+def give_back(memory: memoryview, offset: int, length: int) -> None:
+    """Returns the whole pages in a part of a segment to the system; they read as zeros. `memory` from `writable`."""
+    start = -(-offset // PAGE_BYTES) * PAGE_BYTES
+    end = (offset + length) // PAGE_BYTES * PAGE_BYTES
+    if start < end and isinstance(memory.obj, mmap.mmap) and hasattr(mmap, "MADV_REMOVE"):
+        with contextlib.suppress(OSError):  # memory of another kind: it is zeroed, and stays
+            memory.obj.madvise(mmap.MADV_REMOVE, start, end - start)
+
+
 class Segment:
     """The descriptor, its size, and numpy views of the declared regions.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -54,7 +55,9 @@ def _serve(segment: Segment, setup: wire.Setup, channel: SidecarChannel, lifetim
     duty = DutyCycle(segment.layout, segment.writable(), setup.vocab_size, channel, idle_policy)
     jit.compile_all()
     channel.send_event(wire.Ready(setup.token, os.getpid(), LAYOUT_VERSION, wire.schema_hash()))
-    duty.run()
+    if not duty.run():
+        # The runner went without a word: what it would have removed is left to its sidecar.
+        shutil.rmtree(setup.directory, ignore_errors=True)
 
 
 def main() -> int:

@@ -51,8 +51,9 @@ class DutyCycle:
         self._unsent: wire.Outputs | None = None
         self._logged_kinds: set[str] = set()
 
-    def run(self) -> None:
-        """Until `Stop` or the runner's end. Raises `BadMessage` where the stream from the runner has a gap."""
+    def run(self) -> bool:
+        """Until `Stop`, or the runner's end: then False. Raises `BadMessage` where the stream from the runner has a
+        gap."""
         while True:
             if self._ring_is_next():
                 has_worked = self._apply_from_ring()
@@ -60,11 +61,11 @@ class DutyCycle:
                 message = self._next_message()
                 has_worked = message is not None
                 if message is not None and self._apply(message) is Outcome.STOP:
-                    return
+                    return True
             if has_worked:
                 self._idle_policy.worked()
             elif not self._wait():
-                return
+                return False
 
     # What is next
 
@@ -144,10 +145,10 @@ class DutyCycle:
         try:
             outcome = self._bookkeeper.apply(message)
         except BadMessage as error:
-            if isinstance(message, wire.Step) or message.seq != self._ledger.applied_seq + 1:
-                raise  # the runner waits for a step, and for what is missing
+            if message.seq != self._ledger.applied_seq + 1:
+                raise
+            # Refused with nothing changed. Were it the runner's own, its next message would show the gap.
             self._count_bad(str(error))
-            self._ledger.applied_seq = message.seq
             return Outcome.REPLAYED
         if isinstance(message, wire.Step):
             self._after_step()

@@ -13,11 +13,14 @@ import numpy as np
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import INT32_MAX, NUM_INT32_COLUMNS, Counter, FinishReason, Layout
+from asyncbook.ipc.segment import give_back
 from asyncbook.ipc.wire import BatchField
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
 from asyncbook.worker.outbox import Outbox
 from asyncbook.worker.rules import Field
+
+GIVE_BACK_BYTES = 16384  # of a row's table; below that, zeroed pages are kept for the row's next request
 
 
 class Outcome(IntEnum):
@@ -37,12 +40,21 @@ class Tables:
 
     def __init__(self, layout: Layout, memory: memoryview) -> None:
         self.layout = layout
+        self._memory = memory
         self.token_ids = layout.token_ids.view(memory)
         self.is_token_ids = layout.is_token_ids.view(memory)
         self.counters = layout.counters.view(memory)
         self.row_counters = layout.row_counters.view(memory)
         self.frames_int32 = [layout.frame_int32(slot).view(memory) for slot in range(layout.num_frames)]
         self.frames_uint8 = [layout.frame_uint8(slot).view(memory) for slot in range(layout.num_frames)]
+
+    def give_back(self, row: int, num_tokens: int) -> None:
+        """Returns the pages of a cleared row that had held this many tokens, where they are worth a system call."""
+        if 4 * num_tokens < GIVE_BACK_BYTES:
+            return
+        for region in (self.layout.token_ids, self.layout.is_token_ids):
+            row_bytes = region.shape[1] * region.dtype.itemsize
+            give_back(self._memory, region.offset + row * row_bytes, num_tokens * region.dtype.itemsize)
 
 
 class Ledger:
@@ -299,9 +311,11 @@ class Ledger:
         if effect is Effect.END_AND_CLEAR:
             self._end(row, FinishReason.ABORT, -1)
         self.outbox.depart(row)
+        num_tokens = int(self.work[Field.NUM_TOKENS, row])
         kernels.clear_row(
             self.work, tables.token_ids, tables.is_token_ids, tables.row_counters, self.lists, self.lengths, row
         )
+        tables.give_back(row, num_tokens)
         tables.counters[Counter.RELEASED] += 1
         return Outcome.APPLIED
 
