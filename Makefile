@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := asyncbook ipc worker tests tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check stress bench mutate format clean
+.PHONY: help demo test check stress bench mutate format clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -23,12 +23,7 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed  ## a real model, its bookkeeping done three ways; picture and trace in demo-out/
 	$(BIN)/asyncbook demo
 
-# The part of the tests that is known to pass in well under ten minutes; `make test-all` runs every one of them.
-TESTS := docs layout histogram config reference kernels_compiled contract_later
-test: $(VENV)/.installed  ## tests that take seconds
-	$(BIN)/python -m pytest $(TESTS:%=tests/unit/test_%.py)
-
-test-all: $(VENV)/.installed  ## every test but the long runs
+test: $(VENV)/.installed  ## every test but the long runs
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed  ## ruff, mypy --strict, import rules
