@@ -34,7 +34,10 @@ else:
 
     bench = LazyGroup(
         "bench",
-        {"updates": "asyncbook.bench.updates:updates_command"},
+        {
+            "critical-path": "asyncbook.bench.critical_path:critical_path_command",
+            "updates": "asyncbook.bench.updates:updates_command",
+        },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",
     )
     main = LazyGroup("asyncbook", {"demo": "asyncbook.demo.command:demo_command"}, "Token bookkeeping for LLM engines.")

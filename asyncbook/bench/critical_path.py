@@ -6,11 +6,15 @@ What an arm was given is drawn from one seed; what it committed and delivered is
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 
 import asyncbook
@@ -22,6 +26,8 @@ EOS_TOKEN_ID = VOCAB_SIZE - 1
 NUM_PROMPT_TOKENS = 32
 STEPS_PER_ROUND = 25
 WARM_UP_STEPS = 25
+PERCENTS = (50, 90, 99, 100)
+PERCENTILES = ("p50", "p90", "p99", "max")
 ARMS = ("loop", "embedded", "sidecar zmq", "sidecar ring")
 
 
@@ -123,3 +129,70 @@ def measure(
     for cost in costs.values():
         del cost.runner_ns[:WARM_UP_STEPS], cost.applied_ns[:WARM_UP_STEPS]
     return costs
+
+
+def _percentiles_us(durations_ns: list[int]) -> dict[str, float]:
+    values = np.percentile(durations_ns, PERCENTS) / 1000
+    return {name: round(float(value), 1) for name, value in zip(PERCENTILES, values, strict=True)}
+
+
+def summary(costs: dict[str, Costs]) -> dict[str, dict[str, Any]]:
+    """By arm: percentiles in microseconds of what the runner paid and of submit to published, and the share of the
+    loop's median and 99th percentile that the runner paid."""
+    arms: dict[str, dict[str, Any]] = {}
+    for name, cost in costs.items():
+        runner = _percentiles_us(cost.runner_ns)
+        loop = arms.get("loop", {"runner_us": runner})["runner_us"]
+        arms[name] = {
+            "runner_us": runner,
+            "published_us": _percentiles_us(cost.applied_ns),
+            "share_of_loop_p50": round(runner["p50"] / loop["p50"], 4),
+            "share_of_loop_p99": round(runner["p99"] / loop["p99"], 4),
+        }
+    return arms
+
+
+def _table(num_rows: int, interval_ms: float, arms: dict[str, dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{num_rows} rows, a step each {interval_ms:g} ms: us a step", title_justify="left")
+    for heading in ("arm", *(f"runner {name}" for name in PERCENTILES), "of loop p50", "published p50", "p99"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for name, arm in arms.items():
+        runner, published = arm["runner_us"], arm["published_us"]
+        cells = [f"{runner[percentile]:,.0f}" for percentile in PERCENTILES]
+        share = f"{100 * arm['share_of_loop_p50']:.1f} %"
+        table.add_row(name, *cells, share, f"{published['p50']:,.0f}", f"{published['p99']:,.0f}")
+    return table
+
+
+@click.command("critical-path")
+@click.option("--rows", default="64,256,1024", show_default=True, help="Numbers of rows, with commas between them.")
+@click.option("--interval-ms", type=click.FloatRange(0.1), default=5.0, show_default=True, help="From step to step.")
+@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="To measure, for each arm.")
+@click.option("--quick", is_flag=True, help="50 steps: about 20 seconds.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Writes everything there.")
+def critical_path_command(rows: str, interval_ms: float, steps: int, quick: bool, json_path: Path | None) -> None:
+    """What the runner pays a step, paced as an engine is, all arms side by side; results are compared in the run."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from asyncbook.bench.update_report import describe_run
+
+    steps = 50 if quick else steps
+    sizes = [int(part) for part in rows.split(",")]
+    about = describe_run(f"asyncbook bench critical-path --rows {rows} --interval-ms {interval_ms:g} --steps {steps}")
+    results: dict[int, dict[str, dict[str, Any]]] = {}
+    console = Console()
+    try:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(sizes) * -(-(WARM_UP_STEPS + steps) // STEPS_PER_ROUND))
+            for num_rows in sizes:
+                progress.update(task, description=f"{num_rows} rows")
+                costs = measure(num_rows, steps, interval_ms, lambda: progress.advance(task))
+                results[num_rows] = summary(costs)
+                console.print(_table(num_rows, interval_ms, results[num_rows]))
+    except KeyboardInterrupt:
+        console.print("stopped: what is above was measured")
+    if json_path is not None:
+        json_path.write_text(json.dumps({"about": about, "interval_ms": interval_ms, "rows": results}, indent=1))
