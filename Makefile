@@ -23,8 +23,9 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed  ## a real model, its bookkeeping done three ways; picture and trace in demo-out/
 	$(BIN)/asyncbook demo
 
+# Two at a time, a file each: much of a test is waiting for a process to start or a kernel to compile.
 test: $(VENV)/.installed  ## every test but the long runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check $(SOURCES)

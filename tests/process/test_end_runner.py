@@ -18,6 +18,7 @@ from tests.process.leftovers import WatchedProcess
 
 PROLOGUE = """
 import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
 import numpy as np
 import asyncbook
 config = asyncbook.BookConfig(max_num_reqs=4, max_model_len=100_000, vocab_size=100, transport={transport!r})
@@ -32,12 +33,12 @@ def step():
     book.wait_applied(number)
     return number
 
-def say(text):
-    print(text, flush=True)
+def say(*words):
+    print(*words, flush=True)
 
 step()
-say(book.sidecar_pid)
 """
+TELL = "say(book.sidecar_pid)"  # from here on the test knows the sidecar, and may do what it is about
 WAITS_FOR_EVER = "threading.Event().wait()"
 WORKS_FOR_EVER = "while True: step()"
 
@@ -64,6 +65,8 @@ def start(runtime_dir: Path, tmp_path: Path) -> Iterator[Start]:
     runners: list[Runner] = []
 
     def begin(program: str, transport: str = "zmq") -> Runner:
+        if TELL not in program:
+            program = f"{TELL}\n{program}"
         process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", PROLOGUE.format(transport=transport) + program],
             stdin=subprocess.DEVNULL,
@@ -141,14 +144,15 @@ asyncbook.spawn(asyncbook.BookConfig(max_num_reqs=4, max_model_len=16, vocab_siz
 
 def test_ctrl_c_is_the_runner_s_to_answer(start: Start, runtime_dir: Path) -> None:
     runner = start(
-        """
+        f"""
 try:
+    {TELL}
     threading.Event().wait()
 except KeyboardInterrupt:
     say("interrupted")
 for _ in range(3):
     number = step()  # the sidecar goes on until the runner says so
-say(f"{number} {len(book.token_ids(row))}")
+say(number, len(book.token_ids(row)))
 book.close()
 say(book.applied_step)
 """
@@ -159,7 +163,7 @@ say(book.applied_step)
 
 
 def test_ctrl_c_that_nobody_answers(start: Start, runtime_dir: Path) -> None:
-    runner = start(f"with book: {WAITS_FOR_EVER}")
+    runner = start(f"with book:\n    {TELL}\n    {WAITS_FOR_EVER}")
     os.killpg(runner.process.pid, signal.SIGINT)
     status, _, errors = runner.end()
     assert status == -signal.SIGINT
