@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from asyncbook.outputs import StepOutputs
     from asyncbook.rows import Row
     from asyncbook.stats import SpecDecodeStats, Stats
+    from asyncbook.worker.scatter import append_spans, assign_spans, scatter_columns
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,9 @@ _HOMES = {
     "Frame": "frame",
     "FinishReason": "ipc.layout",
     "StepOutputs": "outputs",
+    "append_spans": "worker.scatter",
+    "assign_spans": "worker.scatter",
+    "scatter_columns": "worker.scatter",
     "Row": "rows",
     "SpecDecodeStats": "stats",
     "Stats": "stats",
@@ -109,8 +113,11 @@ __all__ = [
     "StaleRow",
     "Stats",
     "StepOutputs",
+    "append_spans",
+    "assign_spans",
     "attach",
     "open",
+    "scatter_columns",
     "spawn",
     "subscribe",
 ]

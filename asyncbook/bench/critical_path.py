@@ -155,9 +155,10 @@ def summary(costs: dict[str, Costs]) -> dict[str, dict[str, Any]]:
 def _table(num_rows: int, interval_ms: float, arms: dict[str, dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table(title=f"{num_rows} rows, a step each {interval_ms:g} ms: us a step", title_justify="left")
-    for heading in ("arm", *(f"runner {name}" for name in PERCENTILES), "of loop p50", "published p50", "p99"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    title = f"{num_rows} rows, a step each {interval_ms:g} ms: us of the runner a step, and until it was published"
+    table = Table(title=title, title_justify="left")
+    for heading in ("arm", *PERCENTILES, "of loop", "published", "p99"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for name, arm in arms.items():
         runner, published = arm["runner_us"], arm["published_us"]
         cells = [f"{runner[percentile]:,.0f}" for percentile in PERCENTILES]
