@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from asyncbook.frame import Frame
     from asyncbook.ipc.errors import (
         AsyncbookError,
+        BookClosed,
         BookFull,
         ContractError,
         DuplicateRequest,
@@ -64,6 +65,7 @@ _HOMES = {
     **dict.fromkeys(
         (
             "AsyncbookError",
+            "BookClosed",
             "BookFull",
             "ContractError",
             "DuplicateRequest",
@@ -89,6 +91,7 @@ __all__ = [
     "AsyncbookError",
     "Batch",
     "Book",
+    "BookClosed",
     "BookConfig",
     "BookFull",
     "ContractError",

@@ -21,7 +21,7 @@ from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams, is_int
 from asyncbook.frame import Frame, FrameViews
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import (
-    AsyncbookError,
+    BookClosed,
     FrameExpired,
     InFlightFull,
     InvalidBatch,
@@ -36,19 +36,14 @@ from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import RequestNames, StepOutputs
 from asyncbook.rows import HeldRow, Row, RowRegistry
-from asyncbook.staging import WrongShape
+from asyncbook.staging import NotAsTheyAre
 from asyncbook.stats import (
     Histogram,
     SpecDecodeStats,
     Stats,
-    dropped_tokens,
-    finished_requests,
+    make_stats,
     spec_decode_stats,
 )
-
-
-class BookClosed(AsyncbookError):
-    """The book was closed."""
 
 
 class Book(ABC):
@@ -77,7 +72,7 @@ class Book(ABC):
         self._known_applied_step = 0
         self._seq = 0
         self._is_closed = False
-        self._end: PeerError | None = None  # what ended the book, once that is known: later calls fail at once
+        self._ended_by: PeerError | None = None  # what ended the book, once that is known: later calls fail at once
 
     # Where a book differs from another
 
@@ -120,8 +115,8 @@ class Book(ABC):
     def _next_seq(self) -> int:
         if self._is_closed:
             raise BookClosed("the book is closed")
-        if self._end is not None:
-            raise self._end
+        if self._ended_by is not None:
+            raise self._ended_by
         return self._seq + 1
 
     def _post(self, message: wire.AnyCommand) -> None:
@@ -255,8 +250,8 @@ class Book(ABC):
             sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
         try:
             self._send_step(step, batch, n, sampled_token_ids, draft_token_ids)
-        except (TypeError, WrongShape):
-            # The kernels take ids as they are, or not at all: this says what is wrong with them, or mends it.
+        except NotAsTheyAre:
+            # This says what is wrong with the ids, or mends it.
             sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
             if draft_token_ids is not None:
                 draft_token_ids = check_ids("draft_token_ids", draft_token_ids, n, self._max_width - 1)
@@ -267,8 +262,8 @@ class Book(ABC):
 
     @abstractmethod
     def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
-        """Takes a step on its way, or raises with nothing done: `WrongShape`, TypeError for ids that the kernels do not
-        take as they are. The arrays may change once this returns."""
+        """Takes a step on its way, or raises with nothing done: `NotAsTheyAre` for ids that the kernels do not take.
+        The arrays may change once this returns."""
 
     def _known_slot(self, batch: Batch) -> int:
         """The batch's slot, described to the bookkeeper if it has to be."""
@@ -347,24 +342,13 @@ class Book(ABC):
     def stats(self) -> Stats:
         """Counters as of now; those of a step that is applied are in."""
         applied_step = self.applied_step
-        counters = self._counters.copy()
-        return Stats(
+        return make_stats(
+            self._counters.copy(),
             submitted_steps=self._submitted_step,
             applied_steps=applied_step,
             num_rows_held=self._rows.num_held,
             num_rows_free=self.config.max_num_reqs - self._rows.num_held,
-            admitted_requests=int(counters[Counter.ADMITTED]),
-            released_requests=int(counters[Counter.RELEASED]),
-            finished_requests=finished_requests(counters),
-            submitted_tokens=int(counters[Counter.SUBMITTED_TOKENS]),
-            committed_tokens=int(counters[Counter.COMMITTED_TOKENS]),
-            dropped_tokens=dropped_tokens(counters),
-            invalid_draft_tokens=int(counters[Counter.INVALID_DRAFT_TOKENS]),
-            outputs_dropped_requests=int(counters[Counter.OUTPUTS_DROPPED_REQUESTS]),
             messages=self._seq,
-            replayed_messages=int(counters[Counter.REPLAYED_MESSAGES]),
-            stale_messages=int(counters[Counter.STALE_MESSAGES]),
-            bad_messages=int(counters[Counter.BAD_MESSAGES]),
             submit_us=Histogram(np.array(self._submit_histogram, np.int64)),
             apply_us=Histogram(self._histograms[HistogramRow.APPLY].copy()),
         )

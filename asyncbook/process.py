@@ -7,7 +7,6 @@ import os
 import secrets
 import select
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -25,7 +24,6 @@ LOG_NAME = "sidecar.log"
 LOG_TAIL_LINES = 10
 COMPILE_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 5.0
-SETUP_LENGTH = struct.Struct("<I")
 
 
 class SidecarProcess:
@@ -81,7 +79,7 @@ class SidecarProcess:
             )
         )
         try:
-            os.write(self._lifetime, SETUP_LENGTH.pack(len(setup)) + setup)
+            os.write(self._lifetime, wire.SETUP_LENGTH.pack(len(setup)) + setup)
         except BrokenPipeError:
             raise self._died_while_starting() from None
 
@@ -170,9 +168,11 @@ class SidecarProcess:
 
     def wait_ended(self) -> bool:
         """Whether it has ended, after at most `STOP_TIMEOUT_S`."""
+        if self.pidfd < 0:
+            return True
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
-        return self.pidfd < 0 or bool(poll.poll(STOP_TIMEOUT_S * 1000))
+        return bool(poll.poll(STOP_TIMEOUT_S * 1000))
 
     def stop(self) -> None:
         """Waits for it to end after `Stop`, or after the end of its lifetime pipe; kills it if it does not."""

@@ -23,7 +23,7 @@ from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
-from asyncbook.staging import StagingArea, WrongShape, stage_ids
+from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
 from asyncbook.waiting import DescriptorWaiters
 
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
@@ -98,9 +98,12 @@ class SidecarBook(Book):
             check_ids("sampled_token_ids", sampled, n, 1 + self.config.num_spec_tokens)
         slot = self._known_slot(batch)
         seq = self._next_seq()
-        filled = ring.fill(sampled, n, step, seq, slot, draft_width)
+        try:
+            filled = ring.fill(sampled, n, step, seq, slot, draft_width)
+        except TypeError:
+            raise NotAsTheyAre from None
         if filled == 0:
-            raise WrongShape
+            raise NotAsTheyAre
         self._seq = seq
         if filled < 0:
             self._channel.ring_doorbell()
@@ -109,15 +112,15 @@ class SidecarBook(Book):
 
     def _check_alive(self) -> None:
         super()._check_alive()
-        if self._end is None and not self._process.is_alive():
+        if self._ended_by is None and not self._process.is_alive():
             self._drain_events()
             fault = f" ({self._fault})" if self._fault else ""
-            self._end = SidecarDied(
+            self._ended_by = SidecarDied(
                 f"the sidecar (pid {self._process.pid}) died{fault}: {self._process.describe_end()}; step "
                 f"{self.applied_step} is applied, step {self._submitted_step} was submitted"
             )
-        if self._end is not None:
-            raise self._end
+        if self._ended_by is not None:
+            raise self._ended_by
 
     def _drain_events(self) -> None:
         """Wake-ups only say "look again"; a fault is kept for the error that follows when the process ends."""

@@ -7,16 +7,19 @@ import numpy as np
 from asyncbook.ipc import staging
 
 
-class WrongShape(Exception):
-    """Ids of a shape that does not fit the batch; the caller says which one."""
+class NotAsTheyAre(Exception):
+    """Ids that the kernels do not take as they are: of another shape, dtype or order, or read-only."""
 
 
 def stage_ids(ids: np.ndarray, num_rows: int, max_width: int, target: np.ndarray) -> int:
-    """Copies ids into `target`, row after row, and returns the width. Raises `WrongShape`, and TypeError for what is
-    no C-contiguous writable int32 or int64 array of one or two dimensions."""
-    width: int = staging.stage(ids, num_rows, max_width, target)
+    """Copies ids into `target`, row after row, and returns the width. Raises `NotAsTheyAre` for anything but a
+    C-contiguous writable int32 or int64 array [num_rows] or [num_rows, 1 to max_width]."""
+    try:
+        width: int = staging.stage(ids, num_rows, max_width, target)
+    except TypeError:
+        raise NotAsTheyAre from None
     if width == staging.WRONG_SHAPE:
-        raise WrongShape
+        raise NotAsTheyAre
     return width
 
 

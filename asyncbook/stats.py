@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +112,24 @@ def finished_requests(counters: np.ndarray) -> dict[FinishReason, int]:
         for reason in FinishReason
         if reason is not reason.NONE
     }
+
+
+def make_stats(counters: np.ndarray, **known: Any) -> Stats:
+    """From a book's counters, and what the runner knows itself, by field."""
+    return Stats(
+        admitted_requests=int(counters[Counter.ADMITTED]),
+        released_requests=int(counters[Counter.RELEASED]),
+        finished_requests=finished_requests(counters),
+        submitted_tokens=int(counters[Counter.SUBMITTED_TOKENS]),
+        committed_tokens=int(counters[Counter.COMMITTED_TOKENS]),
+        dropped_tokens=dropped_tokens(counters),
+        invalid_draft_tokens=int(counters[Counter.INVALID_DRAFT_TOKENS]),
+        outputs_dropped_requests=int(counters[Counter.OUTPUTS_DROPPED_REQUESTS]),
+        replayed_messages=int(counters[Counter.REPLAYED_MESSAGES]),
+        stale_messages=int(counters[Counter.STALE_MESSAGES]),
+        bad_messages=int(counters[Counter.BAD_MESSAGES]),
+        **known,
+    )
 
 
 def spec_decode_stats(

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 import zmq
+
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import HandshakeFailed
 

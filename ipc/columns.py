@@ -6,6 +6,7 @@ int32   request_nos [n]   finish_reasons [n]   stop_reasons [n]   offsets [n + 1
 from __future__ import annotations
 
 import numpy as np
+
 from asyncbook.ipc.errors import BadMessage
 
 NUM_COLUMNS = 3  # of n values each, in front of the offsets

@@ -69,5 +69,9 @@ class LayoutMismatch(HandshakeFailed):
     """Runner and sidecar disagree on the bytes of the segment or of the messages."""
 
 
+class BookClosed(AsyncbookError):
+    """A call on a book that was closed."""
+
+
 class BadMessage(AsyncbookError):
     """A message that does not decode or does not make sense; it is counted and skipped, never applied in part."""

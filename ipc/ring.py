@@ -9,6 +9,7 @@ them. Both are the step's number, so the reader knows what it waits for and need
 from __future__ import annotations
 
 import numpy as np
+
 from asyncbook.ipc.layout import Layout, SlotWord, Word
 from asyncbook.ipc.publish import Word as SharedWord
 

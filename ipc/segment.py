@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+
 from asyncbook.ipc.errors import BookFull, LayoutMismatch
 from asyncbook.ipc.layout import LAYOUT_VERSION, MAGIC, PAGE_BYTES, Layout, Owner
 

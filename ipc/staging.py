@@ -6,10 +6,11 @@ however little it does, and a call into code that is already compiled for the ar
 
 from __future__ import annotations
 
+from numba import types
+
 from asyncbook.ipc.jit import kernel, rule
 from asyncbook.ipc.layout import INT32_MAX, INT32_MIN, SlotWord
 from asyncbook.ipc.publish import fence, load_acquire, store_release
-from numba import types
 
 _DESCRIBED, _ARRIVED = int(SlotWord.DESCRIBED), int(SlotWord.ARRIVED)
 _MESSAGE_SEQ, _BATCH_SLOT = int(SlotWord.MESSAGE_SEQ), int(SlotWord.BATCH_SLOT)

@@ -7,11 +7,13 @@ applies each once. Arrays travel as raw little-endian bytes and are read without
 from __future__ import annotations
 
 import hashlib
+import struct
 import typing
 from typing import Any
 
 import msgspec
 import numpy as np
+
 from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import layout_hash
 
@@ -122,6 +124,10 @@ class Setup(msgspec.Struct, array_like=True):
     schema_hash: str
 
 
+# The set-up goes through a pipe: its length, then its bytes.
+SETUP_LENGTH = struct.Struct("<I")
+
+
 class Event(msgspec.Struct, array_like=True):
     """Sidecar to runner."""
 
@@ -177,11 +183,11 @@ AnyEvent = Compiling | Ready | Refused | Wake | Fault
 def schema_hash() -> str:
     """16 hex digits that change when any message's fields, types, order or tag change, or the layout of the segment."""
     text = [layout_hash()]
-    for struct in (*typing.get_args(AnyCommand), *typing.get_args(AnyEvent), Outputs, Setup):
-        info = msgspec.inspect.type_info(struct)
+    for message in (*typing.get_args(AnyCommand), *typing.get_args(AnyEvent), Outputs, Setup):
+        info = msgspec.inspect.type_info(message)
         assert isinstance(info, msgspec.inspect.StructType)
         fields = [(field.name, repr(field.type)) for field in info.fields]
-        text.append(repr((struct.__name__, info.tag, info.array_like, fields)))
+        text.append(repr((message.__name__, info.tag, info.array_like, fields)))
     return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()
 
 

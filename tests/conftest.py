@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncbook.ipc.layout import COLUMN_DTYPES
 
 import asyncbook
 from asyncbook import Batch, Book, BookConfig, FinishReason, Row, Stats
+from asyncbook.ipc.layout import COLUMN_DTYPES
 
 TIMEOUT_S = 30.0  # a limit for waits that end in microseconds; only a broken book gets there
 KINDS: dict[str, dict[str, Any]] = {"embedded": {}, "sidecar": {"transport": "zmq"}, "ring": {"transport": "ring"}}

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import signal
-import struct
 import sys
 from pathlib import Path
 
@@ -19,21 +18,19 @@ from asyncbook.ipc.channel import SidecarChannel
 from asyncbook.ipc.layout import LAYOUT_VERSION
 from asyncbook.ipc.segment import Segment
 
-SETUP_LENGTH = struct.Struct("<I")
-
 
 def read_setup(descriptor: int) -> wire.Setup | None:
     """The set-up from the pipe, None where the runner went away first."""
     data = b""
-    expected = SETUP_LENGTH.size
+    expected = wire.SETUP_LENGTH.size
     while len(data) < expected:
         chunk = os.read(descriptor, expected - len(data))
         if not chunk:
             return None
         data += chunk
-        if len(data) == SETUP_LENGTH.size:
-            expected = SETUP_LENGTH.size + SETUP_LENGTH.unpack(data)[0]
-    return wire.decode_setup(data[SETUP_LENGTH.size :])
+        if len(data) == wire.SETUP_LENGTH.size:
+            expected = wire.SETUP_LENGTH.size + wire.SETUP_LENGTH.unpack(data)[0]
+    return wire.decode_setup(data[wire.SETUP_LENGTH.size :])
 
 
 def _open_segment(descriptor: int, setup: wire.Setup) -> Segment:

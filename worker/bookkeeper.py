@@ -7,6 +7,7 @@ from time import monotonic_ns
 from typing import Protocol
 
 import numpy as np
+
 from asyncbook.ipc import wire
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.histogram import bucket_of

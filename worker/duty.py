@@ -115,7 +115,7 @@ class DutyCycle:
             return True
         if what is Idle.NAP:
             return self._wait_for_command(NAP_MS)
-        # Said, then looked once more: see SampleRingWriter.write for the other half.
+        # Said, then looked once more: see `fill_slot` in ipc/staging.py for the other half.
         self._is_sleeping.store_release(1)
         fence()
         runner_lives = True

@@ -11,6 +11,8 @@ the last step, rows with something to deliver), `frame_int32` int32 [NUM_INT32_C
 from __future__ import annotations
 
 import numpy as np
+from numba import types
+
 from asyncbook.ipc import layout, wire
 from asyncbook.ipc.columns import NUM_COLUMNS
 from asyncbook.ipc.jit import kernel, rule
@@ -34,7 +36,6 @@ from asyncbook.worker.rules import (
     TOUCHED,
     UNCHANGED,
 )
-from numba import types
 
 NUM_DELIVERED = int(rules.Field.NUM_DELIVERED)
 BATCH_ROW, BATCH_GENERATION = wire.BatchField.ROW, wire.BatchField.GENERATION
@@ -60,7 +61,6 @@ def retire_drafts(work, token_ids, is_token_ids, lists, lengths):
     for index in range(lengths[DRAFTED]):
         row = lists[DRAFTED, index]
         work[NUM_VERIFIED_DRAFTS, row] = work[NUM_GIVEN_DRAFTS, row]
-        work[NUM_GIVEN_DRAFTS, row] = 0
         if rules.drop_drafts(work, token_ids, is_token_ids, row):
             rules.add_to_list(work, lists, lengths, IS_TOUCHED, TOUCHED, row)
 

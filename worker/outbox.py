@@ -12,6 +12,7 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+
 from asyncbook.ipc.columns import OutputColumns, block_size
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.rules import Field

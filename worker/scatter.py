@@ -17,6 +17,9 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
+from numba.core.errors import NumbaError
+from numpy import ndarray
+
 from asyncbook.ipc.errors import InvalidBatch
 from asyncbook.worker.scatter_kernels import (
     COUNT,
@@ -33,8 +36,6 @@ from asyncbook.worker.scatter_kernels import (
     scatter_pair,
     scatter_tuple,
 )
-from numba.core.errors import NumbaError
-from numpy import ndarray
 
 Scalar = int | float | bool | np.generic
 Columns = np.ndarray | tuple[np.ndarray, ...] | list[np.ndarray]

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from asyncbook.ipc.jit import bare, generic_kernel, rule
 from llvmlite import ir
 from numba import literal_unroll, types
 from numba.core import cgutils
@@ -21,6 +20,8 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
+
+from asyncbook.ipc.jit import bare, generic_kernel, rule
 
 PADDING = -1
 

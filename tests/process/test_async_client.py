@@ -8,9 +8,9 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 import pytest
-from asyncbook.ipc import wire
 
 from asyncbook import AsyncbookError, Book, BookConfig, FinishReason, InFlightFull, NotApplied, RequestParams, Row
+from asyncbook.ipc import wire
 from asyncbook.outputs import StepOutputs
 from tests.conftest import (
     KINDS,

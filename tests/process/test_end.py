@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncbook.ipc.channel import RunnerChannel
 
 import asyncbook
 from asyncbook import Batch, Book, BookConfig, Row, SidecarDied
+from asyncbook.ipc.channel import RunnerChannel
 from tests.conftest import KINDS, SMALL, TIMEOUT_S, columns, ids_of, step, tokens
 from tests.process.leftovers import WatchedProcess, nothing_left_behind
 

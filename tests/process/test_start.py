@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from asyncbook.ipc import channel, wire
-from asyncbook.ipc.layout import LAYOUT_VERSION
 
 import asyncbook
 from asyncbook import BookConfig, HandshakeFailed, LayoutMismatch, PeerError
+from asyncbook.ipc import channel, wire
+from asyncbook.ipc.layout import LAYOUT_VERSION
 from asyncbook.process import SidecarProcess
 from tests.conftest import KINDS, SMALL, step, tokens
 from tests.process.leftovers import children, nothing_left_behind

@@ -7,9 +7,9 @@ from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
-from asyncbook.ipc.layout import MAX_IN_FLIGHT, MAX_POSITIONS, MAX_ROWS, MAX_SPEC_TOKENS
 
 from asyncbook import BookConfig, RequestParams
+from asyncbook.ipc.layout import MAX_IN_FLIGHT, MAX_POSITIONS, MAX_ROWS, MAX_SPEC_TOKENS
 
 SIZES: dict[str, Any] = {"max_num_reqs": 4, "max_model_len": 16, "vocab_size": 100}
 LIMITS = {

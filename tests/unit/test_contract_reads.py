@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncbook.ipc.layout import COLUMN_DTYPES
 
 from asyncbook import (
     AsyncbookError,
@@ -22,6 +21,7 @@ from asyncbook import (
     Row,
     StaleRow,
 )
+from asyncbook.ipc.layout import COLUMN_DTYPES
 from tests.conftest import TIMEOUT_S, Delivered, MakeBook, columns, delivered, ids_of, refused, step, tables, tokens
 
 # A fresh sidecar takes its time, and the transport has no part in what these tests look at.

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncbook.ipc.wire import NUM_BATCH_SLOTS
 
 import asyncbook
 from asyncbook import (
@@ -16,6 +15,7 @@ from asyncbook import (
     FinishReason,
     InvalidBatch,
 )
+from asyncbook.ipc.wire import NUM_BATCH_SLOTS
 from tests.conftest import (
     SMALL,
     TIMEOUT_S,

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from asyncbook.ipc.histogram import bucket_of, bucket_start_ns
-from asyncbook.ipc.layout import NUM_HISTOGRAM_BUCKETS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncbook.ipc.histogram import bucket_of, bucket_start_ns
+from asyncbook.ipc.layout import NUM_HISTOGRAM_BUCKETS
 from asyncbook.stats import Histogram
 
 LAST = NUM_HISTOGRAM_BUCKETS - 1

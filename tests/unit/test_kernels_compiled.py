@@ -9,9 +9,10 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from numba.core.errors import NumbaError
+
 from asyncbook.ipc import jit, staging
 from asyncbook.worker import kernels, rules
-from numba.core.errors import NumbaError
 
 assert kernels  # imported for its kernels, which register themselves
 KERNELS = {compiled.py_func.__name__: (compiled, signatures) for compiled, signatures in jit._kernels}

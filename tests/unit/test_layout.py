@@ -10,6 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from asyncbook.ipc import layout as layout_module
 from asyncbook.ipc.layout import (
     COLUMN_DTYPES,
@@ -33,8 +36,6 @@ from asyncbook.ipc.layout import (
     Word,
     layout_hash,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SIZES = st.builds(
     Layout,

@@ -10,6 +10,7 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 import pytest
+
 from asyncbook.ipc import jit, publish, staging
 from asyncbook.ipc.publish import OwnWord, Word
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from asyncbook.ipc.errors import InvalidBatch
 from asyncbook.worker.scatter import append_spans, assign_spans, scatter_columns
 from asyncbook.worker.scatter_kernels import WINDOW
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 DTYPES = [np.int32, np.int64, np.bool_, np.float32]
 compiled = settings(deadline=None)  # the first call with new types compiles, which takes a second

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asyncbook.ipc.layout import LAYOUT_VERSION, MAGIC, PAGE_BYTES, Layout, Owner
-from asyncbook.ipc.segment import Segment
 
 import asyncbook
 from asyncbook import BookConfig, BookFull, LayoutMismatch
+from asyncbook.ipc.layout import LAYOUT_VERSION, MAGIC, PAGE_BYTES, Layout, Owner
+from asyncbook.ipc.segment import Segment
 from tests.conftest import step
 
 LAYOUT = Layout(max_num_reqs=8, max_model_len=100_000, num_spec_tokens=2, max_in_flight=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from asyncbook.ipc.errors import InvalidBatch
 from asyncbook.worker.scatter import assign_spans
 

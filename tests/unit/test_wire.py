@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from asyncbook.ipc import layout, wire
-from asyncbook.ipc.columns import OutputColumns
-from asyncbook.ipc.errors import AsyncbookError, BadMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncbook.ipc import layout, wire
+from asyncbook.ipc.columns import OutputColumns
+from asyncbook.ipc.errors import AsyncbookError, BadMessage
 from tests.conftest import MakeBook, step, tokens
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
