@@ -279,8 +279,11 @@ class Ledger:
         if not self._is_stale(row, message.generation):
             event = LifeEvent.PREEMPT_DROP if message.drop_in_flight else LifeEvent.PREEMPT
             if self._transition(row, event) is Effect.UNCOMPUTE:
-                # Its drafts go with the next step, as every row's do, before a frame can show them.
                 self.work[Field.NUM_COMPUTED_TOKENS, row] = 0
+                start, end = self.work[Field.NUM_TOKENS_NO_SPEC, row], self.work[Field.NUM_TOKENS, row]
+                self.tables.token_ids[row, start:end] = 0
+                self.tables.is_token_ids[row, start:end] = False
+                self.work[Field.NUM_TOKENS, row] = start
                 self._touch(row)
         return Outcome.APPLIED
 
