@@ -17,6 +17,7 @@ from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import StepOutputs
 from asyncbook.staging import StagingArea
 from asyncbook.worker.bookkeeper import Bookkeeper
+from asyncbook.worker.outbox import Outbox
 
 MAX_QUEUED_OUTPUTS = 512  # steps that wait for the reader one by one; beyond that they come in bigger pieces
 
@@ -28,14 +29,13 @@ class OutputQueue:
         self._queue: deque[tuple[int, OutputColumns]] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def has_room(self) -> bool:
-        """Whether one more step's outputs may be queued."""
-        return len(self._queue) < MAX_QUEUED_OUTPUTS
-
-    def deliver(self, step: int, columns: OutputColumns) -> None:
-        """Queues a step's outputs."""
-        self._queue.append((step, columns))
+    def take_from(self, outbox: Outbox, step: int) -> bool:
+        """Queues what is new as of a step, unless the queue is full."""
+        if len(self._queue) >= MAX_QUEUED_OUTPUTS:
+            return False
+        self._queue.append((step, outbox.take_all()))
         self.wake_reader()
+        return True
 
     def take(self) -> list[tuple[int, OutputColumns]]:
         """All that is queued."""

@@ -14,9 +14,9 @@ from asyncbook.book import Book
 from asyncbook.config import BookConfig
 from asyncbook.ipc import jit, wire
 from asyncbook.ipc.channel import RunnerChannel
-from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.errors import BadMessage, InFlightFull, SidecarDied, SidecarTimeout
 from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
+from asyncbook.ipc.outputs_log import OutputsLogReader
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingWriter
@@ -45,9 +45,13 @@ class SidecarBook(Book):
         runner_words = self._layout.runner_words.view(runner_part, self._layout.runner_offset)
         self._wake_at_step = OwnWord(runner_words, RunnerWord.WAKE_AT_STEP)
         self._wake_at_step.store_release(NO_WAKE)
-        words = self._layout.words.view(self._segment.readable())
+        self._wake_at_outputs = OwnWord(runner_words, RunnerWord.WAKE_AT_OUTPUTS)
+        self._wake_at_outputs.store_release(NO_WAKE)
+        memory = self._segment.readable()
+        words = self._layout.words.view(memory)
         self._flushed_step = SharedWord(words, Word.FLUSHED_STEP)
-        self._outputs_sent = SharedWord(words, Word.OUTPUTS_SENT)
+        self._waits_for_room = SharedWord(words, Word.WAITS_FOR_ROOM)
+        self._outputs_log = OutputsLogReader(self._layout, memory, runner_part)
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
         self._ring = SampleRingWriter(self._layout, runner_part, words) if config.transport == "ring" else None
         self._channel = channel
@@ -56,7 +60,6 @@ class SidecarBook(Book):
         process.shake_hands(config.start_timeout_s)
         # Runs at `close`, when the book is collected, or when the interpreter ends, whichever comes first.
         self._finalizer = weakref.finalize(self, _end, self._process, self._channel)
-        self._num_outputs_received = 0
         self._awaited_steps: list[int] = []
         self._waiters = DescriptorWaiters()
         self._fault = ""
@@ -195,14 +198,10 @@ class SidecarBook(Book):
             return []
         self._wait_flushed(self.applied_step)
         outputs = []
-        # Handed over to the socket before they were counted: they are here, or on their way.
-        while self._num_outputs_received < self._outputs_sent.load_acquire():
-            step_outputs = self._receive_outputs()
-            if step_outputs is not None:
-                outputs.append(step_outputs)
-            elif not self._channel.wait_outputs(int(FLUSH_TIMEOUT_S * 1000)):
-                self._check_alive()
-                break
+        while (step_outputs := self._take_outputs()) is not None:
+            outputs.append(step_outputs)
+        if not outputs:
+            self._check_alive()
         return outputs
 
     def _wait_flushed(self, step: int) -> None:
@@ -212,24 +211,28 @@ class SidecarBook(Book):
                 return
             os.sched_yield()
 
-    def _receive_outputs(self) -> StepOutputs | None:
-        data = self._channel.receive_outputs()
-        if data is None:
+    def _take_outputs(self) -> StepOutputs | None:
+        record = self._outputs_log.take()
+        if record is None:
             return None
-        outputs = wire.decode_outputs(data)
-        self._num_outputs_received = outputs.seq
-        columns = OutputColumns.from_bytes(outputs.num_requests, outputs.block)
-        return self._names.step_outputs(outputs.step, columns)
+        # How far was read is stored, then who waits for it is looked for; see `DutyCycle._flush` for the other half.
+        fence()
+        if self._waits_for_room.load_acquire():
+            self._channel.ring_doorbell()
+        return self._names.step_outputs(record.step, record.columns)
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
         while not self._is_closed:
-            # Receives until there is none, without which the descriptor would not tell of the next.
-            step_outputs = self._receive_outputs()
+            # The descriptor tells of new events only once all that came before are received.
+            self._drain_events()
+            self._wake_at_outputs.store_release(self._outputs_log.number + 1)
+            fence()
+            step_outputs = self._take_outputs()
             if step_outputs is not None:
                 yield step_outputs
                 continue
             self._check_alive()
-            await self._waiters.readable(self._channel.outputs_descriptor, self._process.pidfd)
+            await self._waiters.readable(self._channel.events_descriptor, self._process.pidfd)
 
     # The process
 

@@ -1,10 +1,11 @@
-"""The only zmq code: three PAIR sockets between a runner and its sidecar.
+"""The only zmq code: two PAIR sockets between a runner and its sidecar.
 
     commands   runner -> sidecar   the ordered stream; never blocks the runner: a full queue is an answer
-    events     sidecar -> runner   ready, wake-ups, faults; few, and never behind outputs
-    outputs    sidecar -> runner   what is new; a full queue makes the sidecar keep it and send a bigger piece later
+    events     sidecar -> runner   ready, wake-ups, faults; few
 
-The runner binds all three in a directory of its own that only its user can enter, with a name that cannot be guessed.
+Outputs go through shared memory (`outputs_log.py`), where they outlive the process that wrote them.
+
+The runner binds both in a directory of its own that only its user can enter, with a name that cannot be guessed.
 A PAIR socket takes one peer, so a second sidecar cannot listen in; who the peer is, the handshake's token says.
 """
 
@@ -21,17 +22,16 @@ from asyncbook.ipc import wire
 from asyncbook.ipc.errors import HandshakeFailed
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, its closing zero aside
-SOCKET_NAMES = ("commands", "events", "outputs")
-OUTPUTS_QUEUE_MESSAGES = 256  # a side; with both sides' queues and the kernel's buffer, what a reader may lag behind
+SOCKET_NAMES = ("commands", "events")
 
-# option: (commands, events, outputs)
-SOCKET_OPTIONS: dict[int, tuple[int, int, int]] = {
-    zmq.LINGER: (0, 0, 0),
-    zmq.SNDHWM: (8192, 64, OUTPUTS_QUEUE_MESSAGES),
-    zmq.RCVHWM: (1024, 64, OUTPUTS_QUEUE_MESSAGES),
-    zmq.MAXMSGSIZE: (wire.MAX_MESSAGE_BYTES,) * 3,
+# option: (commands, events)
+SOCKET_OPTIONS: dict[int, tuple[int, int]] = {
+    zmq.LINGER: (0, 0),
+    zmq.SNDHWM: (8192, 64),
+    zmq.RCVHWM: (1024, 64),
+    zmq.MAXMSGSIZE: (wire.MAX_MESSAGE_BYTES,) * 2,
     # Connect only once the peer is there: a message sent too early is an error, not a queue that fills unseen.
-    zmq.IMMEDIATE: (1, 1, 1),
+    zmq.IMMEDIATE: (1, 1),
 }
 
 
@@ -72,7 +72,7 @@ class _Channel:
         # The thread that moves the bytes is woken in the middle of `submit`; as a batch thread it does not take the
         # core away from the thread that woke it.
         self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
-        self._commands, self._events, self._outputs = self._sockets = _open_sockets(self._context)
+        self._commands, self._events = self._sockets = _open_sockets(self._context)
 
     def _close(self) -> None:
         for socket in self._sockets:
@@ -119,30 +119,18 @@ class RunnerChannel(_Channel):
         """The next event, None where there is none yet."""
         return self._receive(self._events)
 
-    def receive_outputs(self) -> bytes | None:
-        """The next outputs, None where there are none yet."""
-        return self._receive(self._outputs)
-
-    def wait_outputs(self, timeout_ms: int) -> bool:
-        """Whether outputs can be received, after at most this long."""
-        return bool(self._outputs.poll(timeout_ms))
-
-    def wait_event(self, timeout_ms: int | None, other_descriptor: int) -> None:
-        """Until an event can be received, the other descriptor is readable, or time is over (None: no limit)."""
+    def wait_event(self, timeout_ms: int | None, *other_descriptors: int) -> None:
+        """Until an event can be received, another descriptor is readable, or time is over (None: no limit)."""
         poller = zmq.Poller()
         poller.register(self._events, zmq.POLLIN)
-        poller.register(other_descriptor, zmq.POLLIN)
+        for descriptor in other_descriptors:
+            poller.register(descriptor, zmq.POLLIN)
         poller.poll(timeout_ms)
 
     @property
     def events_descriptor(self) -> int:
         """Becomes readable when events may have come; edge-triggered: receive until None before waiting on it."""
         return int(self._events.getsockopt(zmq.FD))
-
-    @property
-    def outputs_descriptor(self) -> int:
-        """As `events_descriptor`, for outputs."""
-        return int(self._outputs.getsockopt(zmq.FD))
 
     def close(self) -> None:
         """Closes the sockets and removes the directory. Idempotent."""
@@ -168,15 +156,10 @@ class SidecarChannel(_Channel):
         """The next command, None where there is none yet."""
         return self._receive(self._commands)
 
-    def wait_command(self, timeout_ms: int | None, *, or_room_for_outputs: bool) -> bool:
-        """Waits until a command can be received, a watched descriptor is readable, time is over (None: no limit) or, if
-        asked, outputs can be sent. False where a watched descriptor is readable."""
-        if or_room_for_outputs:
-            self._poller.register(self._outputs, zmq.POLLOUT)
-        ready = self._poller.poll(timeout_ms)
-        if or_room_for_outputs:
-            self._poller.unregister(self._outputs)
-        return all(isinstance(socket, zmq.Socket) for socket, _ in ready)
+    def wait_command(self, timeout_ms: int | None) -> bool:
+        """Waits until a command can be received, a watched descriptor is readable, or time is over (None: no limit).
+        False where a watched descriptor is readable."""
+        return all(isinstance(socket, zmq.Socket) for socket, _ in self._poller.poll(timeout_ms))
 
     def send_event(self, event: wire.Event, timeout_ms: int = 1000) -> bool:
         """False where the runner did not take it in time."""
@@ -186,10 +169,6 @@ class SidecarChannel(_Channel):
         except zmq.Again:
             return False
         return True
-
-    def send_outputs(self, outputs: wire.Outputs) -> bool:
-        """False where the runner has not taken the outputs before."""
-        return self._send(self._outputs, wire.encode(outputs))
 
     def close(self, linger_ms: int = 1000) -> None:
         """Lets what was sent reach the runner, for at most this long, and closes the sockets."""

@@ -5,9 +5,9 @@ int32   request_nos [n]   finish_reasons [n]   stop_reasons [n]   offsets [n + 1
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
-from asyncbook.ipc.errors import BadMessage
+import numpy as np
 
 NUM_COLUMNS = 3  # of n values each, in front of the offsets
 
@@ -27,14 +27,6 @@ class OutputColumns:
         self.block = block
 
     @classmethod
-    def from_bytes(cls, n: int, data: memoryview) -> OutputColumns:
-        """Raises `BadMessage` where the bytes do not hold n requests."""
-        block = np.frombuffer(data, np.int32) if len(data) % 4 == 0 else np.empty(0, np.int32)
-        if n < 0 or block.size < block_size(n, 0) or block.size != block_size(n, int(cls(n, block).offsets[n])):
-            raise BadMessage(f"outputs of {len(data)} bytes do not hold {n} requests")
-        return cls(n, block)
-
-    @classmethod
     def of(
         cls,
         request_nos: np.ndarray,
@@ -47,6 +39,17 @@ class OutputColumns:
         offsets = np.concatenate([[0], np.cumsum(num_new)])
         parts = [request_nos, finish_reasons, stop_reasons, offsets, token_ids]
         return cls(len(request_nos), np.concatenate(parts).astype(np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[OutputColumns]) -> OutputColumns:
+        """One after the other."""
+        return cls.of(
+            np.concatenate([part.request_nos for part in parts]),
+            np.concatenate([part.finish_reasons for part in parts]),
+            np.concatenate([part.stop_reasons for part in parts]),
+            np.concatenate([np.diff(part.offsets) for part in parts]),
+            np.concatenate([part.token_ids for part in parts]),
+        )
 
     @property
     def request_nos(self) -> np.ndarray:

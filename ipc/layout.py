@@ -6,6 +6,9 @@
                | BOOKKEEPER  hot words, one a cache line                     | page 1   written by the bookkeeper
                | stamps      one line a frame slot                           |
                | counters, histograms, counters of each row                  |
+               | outputs     a ring of records, see `ipc/outputs_log.py`     |
+               | checkpoints two, in turn: all that the ledger knows beside  |
+               |             the table, for the process that takes it over   |
                +-------------------------------------------------------------+
                | RUNNER      hot words, one a cache line                     |          written by the runner
                | sample ring: headers, ids int32, drafts int32; a slot for   |          (ids by its device, too)
@@ -16,6 +19,7 @@
                +-------------------------------------------------------------+
                | token_ids      int32 [max_num_reqs, max_model_len]          |          sparse; bookkeeper
                | is_token_ids   bool  [max_num_reqs, max_model_len]          |          sparse; bookkeeper
+               | overflow       outputs that had to go before they were read |          sparse; bookkeeper
                +-------------------------------------------------------------+
 
 Every part starts on a page, so that each can be mapped with the rights its reader needs and pinned by itself. Every
@@ -34,7 +38,7 @@ import numpy as np
 
 assert sys.byteorder == "little", "the layout is little-endian; no big-endian machine has been tried"
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MAGIC = 0x4B4F4F42434E5341  # "ASNCBOOK" as bytes
 PAGE_BYTES = 4096
 LINE_BYTES = 64
@@ -76,15 +80,21 @@ class Word(IntEnum):
 
     PUBLISHED_STEP = 0 * WORDS_PER_LINE  # release-stored last: all of the step's frame and table is visible before it
     APPLIED_SEQ = 1 * WORDS_PER_LINE  # sequence number of the last applied message
-    FLUSHED_STEP = 2 * WORDS_PER_LINE  # outputs of this step were handed to the reader's socket, or kept for later
-    OUTPUTS_SENT = 3 * WORDS_PER_LINE  # number of output messages handed over so far
-    IS_SLEEPING = 4 * WORDS_PER_LINE  # 1: the bookkeeper waits on its socket, and a step in the ring needs a doorbell
+    FLUSHED_STEP = 2 * WORDS_PER_LINE  # outputs of this step are in the log, or wait in their rows for room in it
+    IS_SLEEPING = 3 * WORDS_PER_LINE  # 1: the bookkeeper waits on its socket, and a step in the ring needs a doorbell
+    OUTPUTS_WRITTEN = 4 * WORDS_PER_LINE  # lines of the outputs log that were ever written
+    OVERFLOW_WRITTEN = 5 * WORDS_PER_LINE  # the same of the overflow log
+    WAITS_FOR_ROOM = 6 * WORDS_PER_LINE  # 1: outputs wait for the reader, who rings the doorbell when it has read
+    CHECKPOINT_SEQ = 7 * WORDS_PER_LINE  # release-stored last: sequence number of the newest whole checkpoint
 
 
 class RunnerWord(IntEnum):
     """Words of the RUNNER part."""
 
     WAKE_AT_STEP = 0 * WORDS_PER_LINE  # send a wake-up once this step is published; NO_WAKE: nobody sleeps
+    WAKE_AT_OUTPUTS = 1 * WORDS_PER_LINE  # the same for the delivery of this number
+    OUTPUTS_READ = 2 * WORDS_PER_LINE  # lines of the outputs log that the reader is done with
+    OVERFLOW_READ = 3 * WORDS_PER_LINE  # the same of the overflow log
 
 
 NO_WAKE = 2**62
@@ -131,6 +141,63 @@ COLUMN_DTYPES: dict[str, np.dtype] = {
     Column.GENERATION.name.lower(): np.dtype(np.uint32),
     FINISH_REASON_COLUMN: np.dtype(np.uint8),
 }
+
+
+class Field(IntEnum):
+    """Rows of the ledger's columns `work`, and of a checkpoint. The first are a frame's int32 columns; a private column
+    starts at 0 with the row."""
+
+    NUM_PROMPT_TOKENS = Column.NUM_PROMPT_TOKENS
+    NUM_TOKENS_NO_SPEC = Column.NUM_TOKENS_NO_SPEC
+    NUM_TOKENS = Column.NUM_TOKENS
+    NUM_COMPUTED_TOKENS = Column.NUM_COMPUTED_TOKENS
+    NUM_OUTPUT_TOKENS = Column.NUM_OUTPUT_TOKENS
+    NUM_ACCEPTED_TOKENS = Column.NUM_ACCEPTED_TOKENS
+    LAST_TOKEN_ID = Column.LAST_TOKEN_ID
+    STOP_REASON = Column.STOP_REASON
+    GENERATION = Column.GENERATION
+    FINISH_REASON = len(Column)  # uint8 in a frame
+    STATE = len(Column) + 1
+    REMEMBERED_COMPUTED = len(Column) + 2  # what num_computed_tokens would be without the preemption
+    MAX_TOKENS = len(Column) + 3
+    MIN_TOKENS = len(Column) + 4
+    NUM_STOP_IDS = len(Column) + 5
+    NUM_DELIVERED = len(Column) + 6  # outputs that the reader has
+    NUM_GIVEN_DRAFTS = len(Column) + 7  # given by the last step: 1 + their number; 0: none were given
+    NUM_VERIFIED_DRAFTS = len(Column) + 8  # the same while the next step is applied
+    REQUEST_NO = len(Column) + 9  # the request in the row, as deliveries name it
+    IS_TOUCHED = len(Column) + 10  # on the list of rows that changed since the last frame
+    IS_PENDING = len(Column) + 11  # on the list of rows with something to deliver
+    IS_DIRTY = len(Column) + 12  # how many of the next checkpoints must take the row anew
+
+
+class CheckpointWord(IntEnum):
+    """int64 words in the header of a checkpoint: one line."""
+
+    SEQ = 0  # of the last message that is in it; INCOMPLETE while it is written
+    STEP = 1  # of the last step that is in it; its frame is whole
+    OUTPUTS_WRITTEN = 2  # lines of the outputs log that were written by then
+    OVERFLOW_WRITTEN = 3  # the same of the overflow log
+    OUTPUTS_NUMBER = 4  # of the last delivery
+
+
+INCOMPLETE = -1
+NUM_CHECKPOINTS = 2
+
+
+class RecordWord(IntEnum):
+    """int64 words in the header of a record of the outputs logs: one line, in front of the columns."""
+
+    NUMBER = 0  # deliveries count from 1, over both logs
+    NUM_LINES = 1  # of the record, the header among them
+    STEP = 2  # the last step that is in it
+    NUM_REQUESTS = 3  # PADDING: there is nothing, the next record starts at the log's beginning
+    BLOCK_SIZE = 4  # int32 values behind the header, as in `ipc/columns.py`
+
+
+PADDING_RECORD = -1
+MIN_OUTPUTS_LOG_BYTES = 1 << 20
+OVERFLOW_LOG_BYTES = 1 << 26
 
 
 class Counter(IntEnum):
@@ -272,10 +339,48 @@ class Layout:
         shape = (self.max_num_reqs, RowCounter.ACCEPTED_PER_POS + self.num_spec_tokens)
         return _region("row_counters", self.histograms.end, shape, np.int64)
 
+    @property
+    def max_record_lines(self) -> int:
+        """Lines of a record with every row's ids of one step."""
+        num_values = 1 + self.max_num_reqs * (4 + 1 + self.num_spec_tokens)
+        return 1 + -(-4 * num_values // LINE_BYTES)
+
+    @property
+    def outputs_log(self) -> Region:
+        """int64 [lines, WORDS_PER_LINE]: room for several full steps, small enough to stay in a cache."""
+        lines = max(MIN_OUTPUTS_LOG_BYTES // LINE_BYTES, 4 * self.max_record_lines)
+        offset = _round_up(self.row_counters.end, LINE_BYTES)
+        return _region("outputs_log", offset, (lines, WORDS_PER_LINE), np.int64)
+
+    def _checkpoint_offset(self, slot: int) -> int:
+        """Where a checkpoint starts: the first one behind the outputs log, each other behind the one before."""
+        if slot == 0:
+            return self.outputs_log.end
+        return _round_up(self.checkpoint_row_counters(slot - 1).end, LINE_BYTES)
+
+    def checkpoint_header(self, slot: int) -> Region:
+        """int64 words of `CheckpointWord`."""
+        return _region(f"checkpoint_header[{slot}]", self._checkpoint_offset(slot), (WORDS_PER_LINE,), np.int64)
+
+    def checkpoint_counters(self, slot: int) -> Region:
+        """A copy of `counters`."""
+        offset = self.checkpoint_header(slot).end
+        return _region(f"checkpoint_counters[{slot}]", offset, self.counters.shape, np.int64)
+
+    def checkpoint_work(self, slot: int) -> Region:
+        """int32 [len(Field), padded_rows]: a copy of the ledger's columns."""
+        offset = self.checkpoint_counters(slot).end
+        return _region(f"checkpoint_work[{slot}]", offset, (len(Field), self.padded_rows), np.int32)
+
+    def checkpoint_row_counters(self, slot: int) -> Region:
+        """A copy of `row_counters`."""
+        offset = self.checkpoint_work(slot).end
+        return _region(f"checkpoint_row_counters[{slot}]", offset, self.row_counters.shape, np.int64)
+
     # RUNNER part
     @property
     def runner_offset(self) -> int:
-        return _round_up(self.row_counters.end, PAGE_BYTES)
+        return _round_up(self._checkpoint_offset(NUM_CHECKPOINTS), PAGE_BYTES)
 
     @property
     def runner_words(self) -> Region:
@@ -345,16 +450,26 @@ class Layout:
         return _region("is_token_ids", offset, (self.max_num_reqs, padded_len), np.bool_)
 
     @property
+    def overflow_log(self) -> Region:
+        """int64 [lines, WORDS_PER_LINE]: what cannot wait in a row because the row is given away. Sparse."""
+        offset = _round_up(self.is_token_ids.end, PAGE_BYTES)
+        return _region("overflow_log", offset, (OVERFLOW_LOG_BYTES // LINE_BYTES, WORDS_PER_LINE), np.int64)
+
+    @property
     def total_bytes(self) -> int:
-        return _round_up(self.is_token_ids.end, PAGE_BYTES)
+        return _round_up(self.overflow_log.end, PAGE_BYTES)
 
 
 def layout_hash() -> str:
     """16 hex digits that change when a name, an index, an offset, a shape or a dtype above changes."""
     sample = Layout(max_num_reqs=7, max_model_len=33, num_spec_tokens=3, max_in_flight=2)
     regions = [value for value in (getattr(sample, name) for name in dir(sample)) if isinstance(value, Region)]
-    parts = [repr([sample.frame_int32(1), sample.frame_uint8(1), *regions])]
-    for words in (Owner, Word, RunnerWord, SlotWord, Stamp, Column, Counter, RowCounter, Histogram, FinishReason):
+    checkpoint = [sample.checkpoint_header(1), sample.checkpoint_counters(1), sample.checkpoint_work(1)]
+    parts = [repr([sample.frame_int32(1), sample.frame_uint8(1), *checkpoint, *regions])]
+    for words in (
+        Owner, Word, RunnerWord, SlotWord, Stamp, Column, Field, CheckpointWord, RecordWord, Counter, RowCounter,
+        Histogram, FinishReason,
+    ):  # fmt: skip
         parts.append(repr([(word.name, word.value) for word in words]))
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
@@ -370,3 +485,7 @@ assert _SMALL.runner_offset % PAGE_BYTES == 0 == _SMALL.frames_offset % PAGE_BYT
 assert _SMALL.table_offset % PAGE_BYTES == 0 == _SMALL.is_token_ids.offset % PAGE_BYTES
 assert [column.value for column in Column] == list(range(NUM_INT32_COLUMNS))
 assert [counter.value for counter in Counter] == list(range(len(Counter)))
+assert [field.value for field in Field] == list(range(len(Field)))
+assert max(len(CheckpointWord), len(RecordWord)) <= WORDS_PER_LINE
+assert _SMALL.outputs_log.offset % LINE_BYTES == 0 == _SMALL.overflow_log.offset % PAGE_BYTES
+assert all(_SMALL.checkpoint_work(slot).offset % LINE_BYTES == 0 for slot in range(NUM_CHECKPOINTS))

@@ -167,15 +167,6 @@ class Fault(Event, tag=5):
     reason: str
 
 
-class Outputs(msgspec.Struct, array_like=True, tag=1):
-    """What is new since the last delivery, columnar. `seq` counts from 1 without gaps."""
-
-    seq: int
-    step: int
-    num_requests: int
-    block: memoryview  # int32, as in `columns`
-
-
 AnyCommand = Admit | DescribeBatch | Step | Abort | Preempt | Resume | Rewind | Release | Barrier | Stop
 AnyEvent = Compiling | Ready | Refused | Wake | Fault
 
@@ -183,7 +174,7 @@ AnyEvent = Compiling | Ready | Refused | Wake | Fault
 def schema_hash() -> str:
     """16 hex digits that change when any message's fields, types, order or tag change, or the layout of the segment."""
     text = [layout_hash()]
-    for message in (*typing.get_args(AnyCommand), *typing.get_args(AnyEvent), Outputs, Setup):
+    for message in (*typing.get_args(AnyCommand), *typing.get_args(AnyEvent), Setup):
         info = msgspec.inspect.type_info(message)
         assert isinstance(info, msgspec.inspect.StructType)
         fields = [(field.name, repr(field.type)) for field in info.fields]
@@ -195,7 +186,6 @@ _NO_BYTES = memoryview(b"")
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 _event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
-_outputs_decoder: msgspec.msgpack.Decoder[Outputs] = msgspec.msgpack.Decoder(Outputs)
 _setup_decoder: msgspec.msgpack.Decoder[Setup] = msgspec.msgpack.Decoder(Setup)
 
 encode = _encoder.encode
@@ -216,11 +206,6 @@ def decode_command(data: memoryview | bytes) -> AnyCommand:
 def decode_event(data: memoryview | bytes) -> AnyEvent:
     """Raises `BadMessage` for anything that is not a whole, valid event."""
     return typing.cast(AnyEvent, _decode(_event_decoder, data, "an event"))
-
-
-def decode_outputs(data: memoryview | bytes) -> Outputs:
-    """Raises `BadMessage` for anything that is not a whole, valid `Outputs`."""
-    return typing.cast(Outputs, _decode(_outputs_decoder, data, "outputs"))
 
 
 def decode_setup(data: memoryview | bytes) -> Setup:

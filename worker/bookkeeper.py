@@ -9,11 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from asyncbook.ipc import wire
-from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.histogram import bucket_of
 from asyncbook.ipc.layout import Counter, Histogram, Layout, Stamp, Word
+from asyncbook.ipc.outputs_log import OutputsLogWriter
 from asyncbook.ipc.publish import OwnWord
+from asyncbook.worker.checkpoint import Checkpoints
 from asyncbook.worker.ledger import Ledger, Outcome, Tables
+from asyncbook.worker.outbox import Outbox
 
 _COUNTER_OUTPUTS_DROPPED = int(Counter.OUTPUTS_DROPPED_REQUESTS)
 _STEP = Outcome.STEP  # an enum's member is looked up slowly, and this is looked up every step
@@ -24,23 +26,34 @@ _STAMP_START_NS, _STAMP_END_NS = int(Stamp.APPLY_START_NS), int(Stamp.APPLY_END_
 class Reader(Protocol):
     """Where outputs go."""
 
-    def has_room(self) -> bool:
-        """Whether `deliver` may be called. Until then outputs are kept, and come in a bigger piece."""
-
-    def deliver(self, step: int, columns: OutputColumns) -> None:
-        """Takes what is new as of `step`."""
+    def take_from(self, outbox: Outbox, step: int) -> bool:
+        """Takes what is new as of `step`, as far as there is room; whether that was all. The rest comes in a bigger
+        piece."""
 
 
 class Bookkeeper:
-    """The only writer of a segment."""
+    """The only writer of a segment. With a log, everything that it knows survives its process: see `checkpoint.py`."""
 
-    def __init__(self, layout: Layout, memory: memoryview, vocab_size: int, reader: Reader) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        memory: memoryview,
+        vocab_size: int,
+        reader: Reader,
+        log: OutputsLogWriter | None = None,
+    ) -> None:
         self.ledger = Ledger(Tables(layout, memory), vocab_size)
         self._published_step = OwnWord(layout.words.view(memory), Word.PUBLISHED_STEP)
         self._stamps = list(layout.stamps.view(memory))
         self._counters = layout.counters.view(memory)
         self._apply_histogram = layout.histograms.view(memory)[Histogram.APPLY]
         self._reader = reader
+        self._checkpoints = None if log is None else Checkpoints(layout, memory, self.ledger, log)
+        if self._checkpoints is not None:
+            self.ledger.before_clearing = self.flush
+            self._checkpoints.take_over()
+            # Its frame was whole before its checkpoint was: the predecessor only did not come to say so.
+            self._published_step.store_release(self.ledger.step)
 
     def apply(self, message: wire.AnyCommand) -> Outcome:
         """Applies one message; a step is published. Raises `BadMessage`, with nothing changed."""
@@ -48,6 +61,8 @@ class Bookkeeper:
         outcome = self.ledger.apply(message)
         if outcome is _STEP:
             self._publish(start_ns)
+        elif self._checkpoints is not None and self._checkpoints.is_due:
+            self._checkpoints.write()
         return outcome
 
     def apply_step(
@@ -67,6 +82,8 @@ class Bookkeeper:
         stamp[_STAMP_START_NS] = start_ns
         stamp[_STAMP_END_NS] = end_ns
         self._apply_histogram[bucket_of(end_ns - start_ns)] += 1
+        if self._checkpoints is not None:
+            self._checkpoints.write()
         # Frame, table, stamp and counters are written; with this store, and not before, a reader looks at them.
         self._published_step.store_release(step)
 
@@ -75,8 +92,6 @@ class Bookkeeper:
         outbox = self.ledger.outbox
         if outbox.is_empty:
             return True
-        if not self._reader.has_room():
-            self._counters[_COUNTER_OUTPUTS_DROPPED] = outbox.num_dropped_requests
-            return False
-        self._reader.deliver(self.ledger.step, outbox.take())
-        return True
+        is_all = self._reader.take_from(outbox, self.ledger.step)
+        self._counters[_COUNTER_OUTPUTS_DROPPED] = outbox.num_dropped_requests
+        return is_all

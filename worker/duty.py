@@ -11,13 +11,14 @@ import os
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.channel import SidecarChannel
-from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import Counter, Layout, RunnerWord, Word
+from asyncbook.ipc.outputs_log import OutputsLogWriter
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingReader
 from asyncbook.worker.bookkeeper import Bookkeeper
+from asyncbook.worker.delivery import LogDelivery
 from asyncbook.worker.idle import Idle, IdlePolicy
 from asyncbook.worker.ledger import Outcome
 
@@ -35,20 +36,25 @@ class DutyCycle:
     ) -> None:
         self._channel = channel
         self._idle_policy = idle_policy
-        self._bookkeeper = Bookkeeper(layout, memory, vocab_size, self)
+        self._log = OutputsLogWriter(layout, memory)
+        self._bookkeeper = Bookkeeper(layout, memory, vocab_size, LogDelivery(self._log), self._log)
         self._ledger = self._bookkeeper.ledger
         self._ring = SampleRingReader(layout, memory)
         self._counters = layout.counters.view(memory)
         words = layout.words.view(memory)
         self._applied_seq = OwnWord(words, Word.APPLIED_SEQ)
         self._flushed_step = OwnWord(words, Word.FLUSHED_STEP)
-        self._outputs_sent = OwnWord(words, Word.OUTPUTS_SENT)
+        self._waits_for_room = OwnWord(words, Word.WAITS_FOR_ROOM)
         self._is_sleeping = OwnWord(words, Word.IS_SLEEPING)
-        self._wake_at_step = SharedWord(layout.runner_words.view(memory), RunnerWord.WAKE_AT_STEP)
+        self._is_sleeping.store_release(0)  # a predecessor may have ended in its sleep
+        runner_words = layout.runner_words.view(memory)
+        self._wake_at_step = SharedWord(runner_words, RunnerWord.WAKE_AT_STEP)
+        self._wake_at_outputs = SharedWord(runner_words, RunnerWord.WAKE_AT_OUTPUTS)
         self._early: wire.AnyCommand | None = None  # came on the socket before a step that is in the ring
         self._woken_at_step = 0
-        self._outputs_seq = 0
-        self._unsent: wire.Outputs | None = None
+        self._woken_at_outputs = 0
+        self._has_all_delivered = False  # a predecessor may have left something
+        self._announced_number = 0
         self._logged_kinds: set[str] = set()
 
     def run(self) -> bool:
@@ -113,6 +119,7 @@ class DutyCycle:
         if what is Idle.SPIN:
             os.sched_yield()
             return True
+        self._log.overflow.give_back()
         if what is Idle.NAP:
             return self._wait_for_command(NAP_MS)
         # Said, then looked once more: see `fill_slot` in ipc/staging.py for the other half.
@@ -125,9 +132,9 @@ class DutyCycle:
         return runner_lives
 
     def _wait_for_command(self, timeout_ms: int | None) -> bool:
-        if self._unsent is not None and self.has_room():
+        if not self._has_all_delivered:
             self._flush()
-        return self._channel.wait_command(timeout_ms, or_room_for_outputs=self._unsent is not None)
+        return self._channel.wait_command(timeout_ms)
 
     # Applying
 
@@ -158,38 +165,41 @@ class DutyCycle:
         return outcome
 
     def _after_step(self) -> None:
-        self._wake_runner(self._ledger.step)
+        fence()
+        self._wake_for_step(self._ledger.step)
         self._applied_seq.store_release(self._ledger.applied_seq)
         self._flush()
 
     def _flush(self) -> None:
-        self._bookkeeper.flush()
-        self._outputs_sent.store_release(self._outputs_seq - (self._unsent is not None))
+        had_all_delivered = self._has_all_delivered
+        self._has_all_delivered = self._bookkeeper.flush()
+        if not self._has_all_delivered:
+            # Said, then looked once more; the reader stores how far it has read, then looks for who waits. With a fence
+            # between the two on both sides, at least one of them sees the other.
+            self._waits_for_room.store_release(1)
+            fence()
+            self._has_all_delivered = self._bookkeeper.flush()
+        if self._has_all_delivered and not had_all_delivered:
+            self._waits_for_room.store_release(0)
         self._flushed_step.store_release(self._ledger.step)
+        if self._log.number != self._announced_number:
+            self._announced_number = self._log.number
+            fence()
+            self._wake_for_outputs(self._announced_number)
 
-    def _wake_runner(self, step: int) -> None:
-        """One wake-up for one request to be woken: the runner stores another step when it sleeps again.
+    # Waking the runner: one wake-up for one request to be woken, which the runner makes anew when it sleeps again. A
+    # step or delivery is published, then the request is looked at; the runner stores its request, then looks for the
+    # step or delivery. With a fence between the two on both sides, at least one of them sees the other: no wake-up is
+    # lost.
 
-        The step is published, then the request is looked at; the runner stores its request, then looks at the step.
-        With a fence between the two on both sides, at least one of them sees the other: no wake-up is lost.
-        """
-        fence()
+    def _wake_for_step(self, step: int) -> None:
         wake_at_step = self._wake_at_step.load_acquire()
         if self._woken_at_step < wake_at_step <= step:
             self._woken_at_step = wake_at_step
             self._channel.send_event(wire.Wake(step))
 
-    # The reader of the outputs: the runner's socket, and one message that it did not take yet
-
-    def has_room(self) -> bool:
-        """Whether the message before has gone out, at the latest now."""
-        if self._unsent is not None and self._channel.send_outputs(self._unsent):
-            self._unsent = None
-        return self._unsent is None
-
-    def deliver(self, step: int, columns: OutputColumns) -> None:
-        """Sends outputs, or keeps them as the one message to send next."""
-        self._outputs_seq += 1
-        outputs = wire.Outputs(self._outputs_seq, step, columns.n, wire.as_bytes(columns.block))
-        if not self._channel.send_outputs(outputs):
-            self._unsent = outputs
+    def _wake_for_outputs(self, number: int) -> None:
+        wake_at_outputs = self._wake_at_outputs.load_acquire()
+        if self._woken_at_outputs < wake_at_outputs <= number:
+            self._woken_at_outputs = wake_at_outputs
+            self._channel.send_event(wire.Wake(self._ledger.step))

@@ -21,6 +21,7 @@ from asyncbook.worker.rules import (
     DRAFTED,
     FINISH_REASON,
     GENERATION,
+    IS_DIRTY,
     IS_PENDING,
     IS_TOUCHED,
     LAST_TOKEN_ID,
@@ -31,13 +32,15 @@ from asyncbook.worker.rules import (
     OUTPUTS,
     PENDING,
     PROMPT,
+    REQUEST_NO,
     STOP_REASON,
     TAKES_DRAFTS,
     TOUCHED,
     UNCHANGED,
 )
 
-NUM_DELIVERED = int(rules.Field.NUM_DELIVERED)
+NUM_DELIVERED = int(layout.Field.NUM_DELIVERED)
+NUM_CHECKPOINTS = layout.NUM_CHECKPOINTS
 BATCH_ROW, BATCH_GENERATION = wire.BatchField.ROW, wire.BatchField.GENERATION
 BATCH_SCHEDULED, BATCH_DRAFTS = wire.BatchField.NUM_SCHEDULED_TOKENS, wire.BatchField.NUM_DRAFT_TOKENS
 NUM_INT32_COLUMNS = layout.NUM_INT32_COLUMNS
@@ -61,6 +64,8 @@ def retire_drafts(work, token_ids, is_token_ids, lists, lengths):
     for index in range(lengths[DRAFTED]):
         row = lists[DRAFTED, index]
         work[NUM_VERIFIED_DRAFTS, row] = work[NUM_GIVEN_DRAFTS, row]
+        work[NUM_GIVEN_DRAFTS, row] = 0
+        work[IS_DIRTY, row] = NUM_CHECKPOINTS
         if rules.drop_drafts(work, token_ids, is_token_ids, row):
             rules.add_to_list(work, lists, lengths, IS_TOUCHED, TOUCHED, row)
 
@@ -175,34 +180,101 @@ def clear_row(work, token_ids, is_token_ids, row_counters, lists, lengths, row):
     rules.add_to_list(work, lists, lengths, IS_TOUCHED, TOUCHED, row)
 
 
-@kernel((_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT32, _INT32))
-def take_pending(work, token_ids, lists, lengths, request_nos, block):
-    """Writes what is to be delivered into `block` (see `ipc/columns.py`), in the order in which the rows got it, and
-    returns the number of its token ids. From here on it counts as delivered, unless the block is too small for that
-    many: then nothing has changed."""
-    n = lengths[PENDING]
-    first_id = (NUM_COLUMNS + 1) * n + 1
-    room = block.shape[0] - first_id
+@kernel((_INT32_2D, _INT32_2D, _INT64))
+def count_pending_ids(work, lists, lengths):
+    """Ids that rows have to deliver."""
+    total = 0
+    for index in range(lengths[PENDING]):
+        row = np.uintp(lists[PENDING, index])
+        total += work[OUTPUTS, row] - work[NUM_DELIVERED, row]
+    return total
+
+
+@rule
+def num_pending_that_fit(work, lists, lengths, room):
+    """How many pending rows, from the first on, a block of `room` values takes, and of how many ids. The last of them
+    may come with a part of its ids, of which there is at least one."""
     end = 0
+    for index in range(lengths[PENDING]):
+        row = np.uintp(lists[PENDING, index])
+        end += work[OUTPUTS, row] - work[NUM_DELIVERED, row]
+        left = room - ((NUM_COLUMNS + 1) * (index + 1) + 1) - end
+        if left < 0:
+            num_ids = work[OUTPUTS, row] - work[NUM_DELIVERED, row] + left
+            return (index + 1, end + left) if num_ids > 0 else (index, end - num_ids + left)
+    return lengths[PENDING], end
+
+
+@kernel((_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT32))
+def take_pending(work, token_ids, lists, lengths, block):
+    """Writes what is to be delivered into `block` (see `ipc/columns.py`), as much as fits, in the order in which the
+    rows got it, and returns (number of requests, number of ids). From here on it counts as delivered; a row of which
+    only a part was taken stays pending, and its end is told with its last id."""
+    num_pending = lengths[PENDING]
+    n, num_ids = num_pending_that_fit(work, lists, lengths, block.shape[0])
+    first_id = (NUM_COLUMNS + 1) * n + 1
+    start = 0
+    num_whole = n
     block[NUM_COLUMNS * n] = 0
     for index in range(n):
         row = np.uintp(lists[PENDING, index])
         prompt = work[PROMPT, row]
         num_written = work[NO_SPEC, row] - prompt  # outputs in the table; one more may be in a column only
-        first, last = work[NUM_DELIVERED, row], work[OUTPUTS, row]
-        if end + last - first <= room:
-            for output in range(first, last):
-                token_id = token_ids[row, prompt + output] if output < num_written else work[LAST_TOKEN_ID, row]
-                block[first_id + end + output - first] = token_id
-        end += last - first
-        block[index] = request_nos[row]
-        block[n + index] = work[FINISH_REASON, row]
-        block[2 * n + index] = work[STOP_REASON, row]
-        block[NUM_COLUMNS * n + 1 + index] = end
-    if end <= room:
-        for index in range(n):
-            row = np.uintp(lists[PENDING, index])
-            work[NUM_DELIVERED, row] = work[OUTPUTS, row]
+        first = work[NUM_DELIVERED, row]
+        last = min(work[OUTPUTS, row], first + num_ids - start)
+        for output in range(first, last):
+            token_id = token_ids[row, prompt + output] if output < num_written else work[LAST_TOKEN_ID, row]
+            block[first_id + start + output - first] = token_id
+        start += last - first
+        is_whole = last == work[OUTPUTS, row]
+        block[index] = work[REQUEST_NO, row]
+        block[n + index] = work[FINISH_REASON, row] if is_whole else 0
+        block[2 * n + index] = work[STOP_REASON, row] if is_whole else -1
+        block[NUM_COLUMNS * n + 1 + index] = start
+        work[NUM_DELIVERED, row] = last
+        work[IS_DIRTY, row] = NUM_CHECKPOINTS
+        if is_whole:
             work[IS_PENDING, row] = 0
-        lengths[PENDING] = 0
-    return end
+        else:
+            num_whole = index
+    for index in range(num_whole, num_pending):
+        lists[PENDING, index - num_whole] = lists[PENDING, index]
+    lengths[PENDING] = num_pending - num_whole
+    return n, num_ids
+
+
+@rule
+def copy_all_rows(work, row_counters, to_work, to_row_counters):
+    for column in range(work.shape[0]):
+        for row in range(work.shape[1]):
+            to_work[column, row] = work[column, row]
+    for row in range(row_counters.shape[0]):
+        for index in range(row_counters.shape[1]):
+            to_row_counters[row, index] = row_counters[row, index]
+
+
+@rule
+def copy_dirty_rows(work, row_counters, to_work, to_row_counters):
+    for row in range(row_counters.shape[0]):
+        if work[IS_DIRTY, row] > 0:
+            for column in range(work.shape[0]):
+                to_work[column, row] = work[column, row]
+            for index in range(row_counters.shape[1]):
+                to_row_counters[row, index] = row_counters[row, index]
+
+
+@kernel((_INT32_2D, _INT64, _INT64_2D, _INT32_2D, _INT64, _INT64_2D))
+def write_checkpoint(work, counters, row_counters, to_work, to_counters, to_row_counters):
+    """Copies all that changed since this slot's last checkpoint. There are NUM_CHECKPOINTS slots, used in turn, so a
+    row that changed once is copied that often. Where many rows changed, all are copied, which is then quicker."""
+    num_dirty = 0
+    for row in range(work.shape[1]):
+        num_dirty += work[IS_DIRTY, row] > 0
+    if num_dirty * SPARSE_SHARE >= row_counters.shape[0]:
+        copy_all_rows(work, row_counters, to_work, to_row_counters)
+    else:
+        copy_dirty_rows(work, row_counters, to_work, to_row_counters)
+    for row in range(work.shape[1]):
+        work[IS_DIRTY, row] = max(work[IS_DIRTY, row] - 1, 0)
+    for index in range(counters.shape[0]):
+        to_counters[index] = counters[index]

@@ -13,13 +13,12 @@ import numpy as np
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import INT32_MAX, NUM_INT32_COLUMNS, Counter, FinishReason, Layout
+from asyncbook.ipc.layout import INT32_MAX, NUM_CHECKPOINTS, Counter, Field, FinishReason, Layout
 from asyncbook.ipc.segment import give_back
 from asyncbook.ipc.wire import BatchField
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
 from asyncbook.worker.outbox import Outbox
-from asyncbook.worker.rules import Field
 
 GIVE_BACK_BYTES = 16384  # of a row's table; below that, zeroed pages are kept for the row's next request
 
@@ -77,6 +76,8 @@ class Ledger:
         # Frames start zeroed, as the columns do: nothing has changed in any of them.
         self.history_lengths = np.zeros(layout.num_frames, np.int64)
         self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths)
+        # Called before a row is cleared: what departed from it must be safe by then.
+        self.before_clearing: Callable[[], object] = lambda: None
         self._takes_drafts = np.zeros(num_rows, np.bool_)
         self._sampled = np.zeros(num_rows * (1 + layout.num_spec_tokens), np.int32)
         self._drafts = np.zeros(num_rows * layout.num_spec_tokens, np.int32)
@@ -186,6 +187,7 @@ class Ledger:
         except KeyError:
             raise BadMessage(f"row {row} is {state.name}, and {event.value} cannot happen to it") from None
         self.work[Field.STATE, row] = next_state
+        self.work[Field.IS_DIRTY, row] = NUM_CHECKPOINTS
         return effect
 
     def _is_stale(self, row: int, generation: int) -> bool:
@@ -232,9 +234,10 @@ class Ledger:
         tables.is_token_ids[row, :num_tokens] = True
         if is_prompt_token_ids is not None:
             tables.is_token_ids[row, : prompt.size] = is_prompt_token_ids
-        self.outbox.open(row, message.request_no)
+        work[Field.REQUEST_NO, row] = message.request_no
         self._touch(row)
         self._finish_at_admission(row, outputs)
+        self.outbox.skip_delivered_end(row)
         tables.counters[Counter.ADMITTED] += 1
         return Outcome.APPLIED
 
@@ -312,6 +315,7 @@ class Ledger:
         if effect is Effect.END_AND_CLEAR:
             self._end(row, FinishReason.ABORT, -1)
         self.outbox.depart(row)
+        self.before_clearing()
         num_tokens = int(self.work[Field.NUM_TOKENS, row])
         kernels.clear_row(
             self.work, tables.token_ids, tables.is_token_ids, tables.row_counters, self.lists, self.lengths, row
@@ -319,6 +323,3 @@ class Ledger:
         tables.give_back(row, num_tokens)
         tables.counters[Counter.RELEASED] += 1
         return Outcome.APPLIED
-
-
-assert all(Field[column] < NUM_INT32_COLUMNS for column in ("NUM_PROMPT_TOKENS", "GENERATION"))

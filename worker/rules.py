@@ -7,37 +7,10 @@ max_model_len cannot wrap. Nothing here allocates.
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from asyncbook.ipc import layout
 from asyncbook.ipc.jit import rule
+from asyncbook.ipc.layout import Field
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
-
-
-class Field(IntEnum):
-    """Rows of `work`. The first are a frame's int32 columns; a private column starts at 0 with the row."""
-
-    NUM_PROMPT_TOKENS = layout.Column.NUM_PROMPT_TOKENS
-    NUM_TOKENS_NO_SPEC = layout.Column.NUM_TOKENS_NO_SPEC
-    NUM_TOKENS = layout.Column.NUM_TOKENS
-    NUM_COMPUTED_TOKENS = layout.Column.NUM_COMPUTED_TOKENS
-    NUM_OUTPUT_TOKENS = layout.Column.NUM_OUTPUT_TOKENS
-    NUM_ACCEPTED_TOKENS = layout.Column.NUM_ACCEPTED_TOKENS
-    LAST_TOKEN_ID = layout.Column.LAST_TOKEN_ID
-    STOP_REASON = layout.Column.STOP_REASON
-    GENERATION = layout.Column.GENERATION
-    FINISH_REASON = layout.NUM_INT32_COLUMNS  # uint8 in a frame
-    STATE = layout.NUM_INT32_COLUMNS + 1
-    REMEMBERED_COMPUTED = layout.NUM_INT32_COLUMNS + 2  # what num_computed_tokens would be without the preemption
-    MAX_TOKENS = layout.NUM_INT32_COLUMNS + 3
-    MIN_TOKENS = layout.NUM_INT32_COLUMNS + 4
-    NUM_STOP_IDS = layout.NUM_INT32_COLUMNS + 5
-    NUM_DELIVERED = layout.NUM_INT32_COLUMNS + 6  # outputs that the reader has
-    NUM_GIVEN_DRAFTS = layout.NUM_INT32_COLUMNS + 7  # given by the last step: 1 + their number; 0: none were given
-    NUM_VERIFIED_DRAFTS = layout.NUM_INT32_COLUMNS + 8  # the same while the next step is applied
-    IS_TOUCHED = layout.NUM_INT32_COLUMNS + 9  # on the list of rows that changed since the last frame
-    IS_PENDING = layout.NUM_INT32_COLUMNS + 10  # on the list of rows with something to deliver
-
 
 PROMPT = int(Field.NUM_PROMPT_TOKENS)
 NO_SPEC = int(Field.NUM_TOKENS_NO_SPEC)
@@ -56,8 +29,10 @@ MIN_TOKENS = int(Field.MIN_TOKENS)
 NUM_STOP_IDS = int(Field.NUM_STOP_IDS)
 NUM_GIVEN_DRAFTS = int(Field.NUM_GIVEN_DRAFTS)
 NUM_VERIFIED_DRAFTS = int(Field.NUM_VERIFIED_DRAFTS)
+REQUEST_NO = int(Field.REQUEST_NO)
 IS_TOUCHED = int(Field.IS_TOUCHED)
 IS_PENDING = int(Field.IS_PENDING)
+IS_DIRTY = int(Field.IS_DIRTY)
 
 RUNNING, FINISHED = int(State.RUNNING), int(State.FINISHED)
 STOP, LENGTH = int(layout.FinishReason.STOP), int(layout.FinishReason.LENGTH)
@@ -97,7 +72,8 @@ UNCHANGED, CHANGED, TAKES_DRAFTS = 0, 1, 2  # what a step did to a row
 
 @rule
 def add_to_list(work, lists, lengths, flag, which, row):
-    """Puts a row on a list once; `flag` is the private column that says that it is there."""
+    """Puts a row on a list once; `flag` is the private column that says that it is there. The row has changed."""
+    work[IS_DIRTY, row] = layout.NUM_CHECKPOINTS
     if work[flag, row] == 0:
         work[flag, row] = 1
         lists[which, lengths[which]] = row

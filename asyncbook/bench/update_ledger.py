@@ -12,7 +12,7 @@ from asyncbook.ipc import jit, wire
 from asyncbook.ipc.layout import INT32_MAX, Layout
 from asyncbook.worker import kernels
 from asyncbook.worker.ledger import Ledger, Tables
-from asyncbook.worker.rules import Field
+from asyncbook.ipc.layout import Field
 
 EOS_TOKEN_ID = VOCAB_SIZE  # looked for in every id, never sampled
 

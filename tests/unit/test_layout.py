@@ -22,6 +22,7 @@ from asyncbook.ipc.layout import (
     MAX_POSITIONS,
     MAX_ROWS,
     MAX_SPEC_TOKENS,
+    NUM_CHECKPOINTS,
     NUM_INT32_COLUMNS,
     PAGE_BYTES,
     WORDS_PER_LINE,
@@ -51,6 +52,11 @@ def regions(layout: Layout) -> list[Region]:
     declared = [value for name in dir(Layout) if isinstance(value := getattr(layout, name), Region)]
     for slot in range(layout.num_frames):
         declared += [layout.frame_int32(slot), layout.frame_uint8(slot)]
+    for slot in range(NUM_CHECKPOINTS):
+        declared += [
+            layout.checkpoint_header(slot), layout.checkpoint_counters(slot), layout.checkpoint_work(slot),
+            layout.checkpoint_row_counters(slot),
+        ]  # fmt: skip
     return sorted(declared, key=lambda region: (region.offset, region.end))
 
 
