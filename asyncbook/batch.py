@@ -93,6 +93,11 @@ class BatchSlots:
         """Where `remember` will put a batch."""
         return self._next_slot
 
+    @property
+    def known_batches(self) -> list[Batch | None]:
+        """By slot."""
+        return self._batches
+
     def remember(self, batch: Batch) -> None:
         batch.slot = self._next_slot
         self._batches[batch.slot] = batch

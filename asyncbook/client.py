@@ -35,7 +35,7 @@ def spawn(config: BookConfig) -> SidecarBook:
         undo.callback(segment.close)
         channel = RunnerChannel()
         undo.callback(channel.close)
-        process = SidecarProcess(config, segment, channel)
+        process = SidecarProcess(config, segment.descriptor, channel)
         undo.callback(process.kill)
         # Imports numba, which takes as long as the sidecar needs to start: both at the same time.
         from asyncbook.sidecar import SidecarBook

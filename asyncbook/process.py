@@ -16,10 +16,10 @@ from asyncbook.config import BookConfig
 from asyncbook.ipc import errors, wire
 from asyncbook.ipc.channel import RunnerChannel
 from asyncbook.ipc.layout import LAYOUT_VERSION
-from asyncbook.ipc.segment import Segment
 
 logger = logging.getLogger("asyncbook")
 
+SIDECAR_MODULE = "asyncbook.worker"
 LOG_NAME = "sidecar.log"
 LOG_TAIL_LINES = 10
 COMPILE_TIMEOUT_S = 300.0
@@ -29,7 +29,9 @@ STOP_TIMEOUT_S = 5.0
 class SidecarProcess:
     """One sidecar, started but not waited for: `shake_hands` does that. `pidfd` is readable once it has ended."""
 
-    def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel) -> None:
+    def __init__(
+        self, config: BookConfig, segment_descriptor: int, channel: RunnerChannel, *, is_restart: bool = False
+    ) -> None:
         self._channel = channel
         self._token = secrets.token_bytes(16)
         self._log_path = channel.directory / LOG_NAME
@@ -37,7 +39,7 @@ class SidecarProcess:
         # The reading end goes to the sidecar; the writing end closes with this process, however it ends.
         lifetime_read, self._lifetime = os.pipe()
         try:
-            self._popen = self._start(segment.descriptor, lifetime_read)
+            self._popen = self._start(segment_descriptor, lifetime_read)
         except OSError as error:
             os.close(self._lifetime)
             raise errors.HandshakeFailed(f"cannot start the sidecar with {sys.executable!r}: {error}") from error
@@ -46,7 +48,7 @@ class SidecarProcess:
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
         try:
-            self._hand_over_setup(config, channel.directory)
+            self._hand_over_setup(config, channel.directory, is_restart)
         except BaseException:
             self.kill()
             raise
@@ -54,7 +56,7 @@ class SidecarProcess:
     def _start(self, segment_descriptor: int, lifetime_read: int) -> subprocess.Popen[bytes]:
         descriptors = (segment_descriptor, lifetime_read)
         # -P: the runner's working directory is no place to import from. One BLAS thread: the sidecar needs none.
-        command = [sys.executable, "-P", "-m", "asyncbook.worker", *map(str, descriptors)]
+        command = [sys.executable, "-P", "-m", SIDECAR_MODULE, *map(str, descriptors)]
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with self._log_path.open("wb") as log:
             return subprocess.Popen(
@@ -66,7 +68,7 @@ class SidecarProcess:
                 env=environment,
             )
 
-    def _hand_over_setup(self, config: BookConfig, directory: Path) -> None:
+    def _hand_over_setup(self, config: BookConfig, directory: Path, is_restart: bool) -> None:
         setup = wire.encode(
             wire.Setup(
                 self._token,
@@ -75,6 +77,7 @@ class SidecarProcess:
                 config.spin_us,
                 config.idle_policy,
                 config.sidecar_cpu,
+                is_restart,
                 wire.schema_hash(),
             )
         )
@@ -104,14 +107,30 @@ class SidecarProcess:
                 self._channel.wait_event(int(left_s * 1000) + 1, self.pidfd)
                 continue
             event = self._decode(data)
+            if isinstance(event, wire.Fault):
+                raise errors.HandshakeFailed(f"the sidecar could not start: {event.reason}")
             if isinstance(event, wire.Compiling):
-                logger.warning("compiling kernels, once per machine (cached in %s)", event.cache_path)
                 deadline = max(deadline, time.monotonic() + COMPILE_TIMEOUT_S)
-            elif isinstance(event, wire.Ready):
-                self._check_ready(event)
+            if self._is_ready(event):
                 if not self._channel.wait_command_room(int(timeout_s * 1000)):
                     raise errors.HandshakeFailed("the sidecar is ready but takes no commands")
                 return
+
+    def has_become_ready(self) -> bool:
+        """Whether a sidecar that nobody waits for has said that it is ready. Raises where it refuses; one that cannot
+        start will end, which is noticed elsewhere."""
+        while (data := self._channel.receive_event()) is not None:
+            if self._is_ready(self._decode(data)):
+                return True
+        return False
+
+    def _is_ready(self, event: wire.AnyEvent) -> bool:
+        if isinstance(event, wire.Compiling):
+            logger.warning("compiling kernels, once per machine (cached in %s)", event.cache_path)
+        if not isinstance(event, wire.Ready):
+            return False
+        self._check_ready(event)
+        return True
 
     def _decode(self, data: bytes) -> wire.AnyEvent:
         try:
@@ -123,8 +142,6 @@ class SidecarProcess:
         if isinstance(event, wire.Refused):
             kind = errors.LayoutMismatch if event.kind == errors.LayoutMismatch.__name__ else errors.HandshakeFailed
             raise kind(event.reason)
-        if isinstance(event, wire.Fault):
-            raise errors.HandshakeFailed(f"the sidecar could not start: {event.reason}")
         return event
 
     def _check_ready(self, ready: wire.Ready) -> None:
@@ -136,8 +153,9 @@ class SidecarProcess:
     def _died_while_starting(self) -> errors.HandshakeFailed:
         # What it had to say may have come in just before it ended.
         data = self._channel.receive_event()
-        if data is not None:
-            self._decode(data)
+        event = None if data is None else self._decode(data)
+        if isinstance(event, wire.Fault):
+            return errors.HandshakeFailed(f"the sidecar could not start: {event.reason}")
         return errors.HandshakeFailed(f"the sidecar ended while starting: {self.describe_end()}")
 
     def is_alive(self) -> bool:

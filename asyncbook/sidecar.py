@@ -14,26 +14,23 @@ from asyncbook.book import Book
 from asyncbook.config import BookConfig
 from asyncbook.ipc import jit, wire
 from asyncbook.ipc.channel import RunnerChannel
-from asyncbook.ipc.errors import BadMessage, InFlightFull, SidecarDied, SidecarTimeout
+from asyncbook.ipc.errors import BadMessage, HandshakeFailed, InFlightFull, SidecarDied, SidecarTimeout
 from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
 from asyncbook.ipc.outputs_log import OutputsLogReader
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
+from asyncbook.journal import MAX_MESSAGES, TRIM_AT_MESSAGES, Journal
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
 from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
+from asyncbook.supervisor import Link, Supervisor
 from asyncbook.waiting import DescriptorWaiters
 
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
+SEND_TIMEOUT_MS = 100
 FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs; a live sidecar needs microseconds
-
-
-def _end(process: SidecarProcess, channel: RunnerChannel) -> None:
-    if process.is_ours():  # a forked child has copies of all this, and must leave it to its parent
-        process.stop()
-        channel.close()
 
 
 class SidecarBook(Book):
@@ -54,12 +51,15 @@ class SidecarBook(Book):
         self._outputs_log = OutputsLogReader(self._layout, memory, runner_part)
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
         self._ring = SampleRingWriter(self._layout, runner_part, words) if config.transport == "ring" else None
+        self._checkpoint_seq = SharedWord(words, Word.CHECKPOINT_SEQ)
         self._channel = channel
         self._process = process
+        self._journal = Journal()
         jit.compile_all()
         process.shake_hands(config.start_timeout_s)
+        self._supervisor = Supervisor(config, segment.descriptor, Link(channel, process))
         # Runs at `close`, when the book is collected, or when the interpreter ends, whichever comes first.
-        self._finalizer = weakref.finalize(self, _end, self._process, self._channel)
+        self._finalizer = weakref.finalize(self, self._supervisor.end)
         self._awaited_steps: list[int] = []
         self._waiters = DescriptorWaiters()
         self._fault = ""
@@ -67,9 +67,24 @@ class SidecarBook(Book):
     # Sending
 
     def _send(self, message: wire.AnyCommand) -> None:
-        if not self._channel.send_command(wire.encode(message)):
+        data = wire.encode(message)
+        self._deliver(message.seq, data)
+        self._journal.add(message, data)
+        self._trim_journal()
+
+    def _deliver(self, seq: int, data: bytes) -> None:
+        """To the sidecar; where there is none at the moment, the next one gets it from the journal."""
+        if self._supervisor.is_down:
             self._check_alive()
-            raise InFlightFull(f"message {message.seq} does not fit: the sidecar has not taken the ones before it")
+        if not self._supervisor.is_down and self._channel.send_command(data):
+            return
+        self._check_alive()
+        if not self._supervisor.is_down or len(self._journal) >= MAX_MESSAGES:
+            raise InFlightFull(f"message {seq} does not fit: the sidecar has not taken the ones before it")
+
+    def _trim_journal(self) -> None:
+        if len(self._journal) >= TRIM_AT_MESSAGES:
+            self._journal.trim(self._checkpoint_seq.load_acquire())
 
     def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
         if self._ring is not None:
@@ -78,17 +93,13 @@ class SidecarBook(Book):
         area = self._area
         width, draft_width = area.put(n, sampled, drafts)
         slot = self._known_slot(batch)
-        self._post(
-            wire.Step(
-                self._next_seq(),
-                step,
-                slot,
-                width,
-                area.sampled_bytes[: 4 * n * width],
-                draft_width,
-                area.drafts_bytes[: 4 * n * draft_width],
-            )
-        )
+        seq = self._next_seq()
+        sampled_bytes, drafts_bytes = area.sampled_bytes[: 4 * n * width], area.drafts_bytes[: 4 * n * draft_width]
+        data = wire.encode(wire.Step(seq, step, slot, width, sampled_bytes, draft_width, drafts_bytes))
+        self._deliver(seq, data)
+        self._seq = seq
+        self._journal.add_step(seq, data, batch)
+        self._trim_journal()
 
     def _fill_ring(
         self, ring: SampleRingWriter, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None
@@ -99,6 +110,8 @@ class SidecarBook(Book):
             draft_width = stage_ids(drafts, n, self.config.num_spec_tokens, target)
         if not self._slots.is_known(batch):  # nothing is sent for ids that will be refused
             check_ids("sampled_token_ids", sampled, n, 1 + self.config.num_spec_tokens)
+        if self._supervisor.is_down:
+            self._check_alive()
         slot = self._known_slot(batch)
         seq = self._next_seq()
         try:
@@ -108,22 +121,69 @@ class SidecarBook(Book):
         if filled == 0:
             raise NotAsTheyAre
         self._seq = seq
+        self._journal.add_step(seq, None, batch)
+        self._trim_journal()
         if filled < 0:
             self._channel.ring_doorbell()
 
-    # Waiting
+    # The sidecar's end, and the next one
 
     def _check_alive(self) -> None:
+        """Raises what ended the book. Where a sidecar has ended and another is on its way, a step further with that."""
         super()._check_alive()
-        if self._ended_by is None and not self._process.is_alive():
-            self._drain_events()
-            fault = f" ({self._fault})" if self._fault else ""
-            self._ended_by = SidecarDied(
-                f"the sidecar (pid {self._process.pid}) died{fault}: {self._process.describe_end()}; step "
-                f"{self.applied_step} is applied, step {self._submitted_step} was submitted"
-            )
+        if self._ended_by is None and not self._supervisor.is_down and not self._process.is_alive():
+            self._supervisor.wait_noticed()
+        if self._ended_by is None and self._supervisor.is_down:
+            self._recover()
         if self._ended_by is not None:
             raise self._ended_by
+
+    def _recover(self) -> None:
+        supervisor = self._supervisor
+        supervisor.take_news()
+        link = supervisor.replacement
+        if supervisor.reason:
+            self._drain_events()
+            fault = f" ({self._fault})" if self._fault else ""
+            steps = f"step {self._known_applied_step} is applied, step {self._submitted_step} was submitted"
+            self._ended_by = SidecarDied(f"{supervisor.reason}{fault}; {steps}")
+            return
+        try:
+            if link is not None and link.process.has_become_ready():
+                self._adopt(link)
+        except HandshakeFailed as error:
+            self._ended_by = error
+
+    def _adopt(self, link: Link) -> None:
+        """Tells the next sidecar what it cannot know, and everything that its predecessor may not have done."""
+        restore = self._journal.restore(self._checkpoint_seq.load_acquire(), self._slots.known_batches)
+        for data in [wire.encode(restore), *self._journal.messages()]:
+            while not link.channel.send_command(data):
+                if not link.channel.wait_command_room(SEND_TIMEOUT_MS) and not link.process.is_alive():
+                    return  # the journal has it all for the one after it
+        if self._supervisor.adopt(link):
+            self._waiters.forget(self._channel.events_descriptor, self._process.pidfd)
+            self._channel, self._process = link
+            self._supervisor.take_news()
+
+    def _wait_for_news(self, timeout_ms: int | None) -> None:
+        """Until the sidecar has something to say, or ends, or the next one gets on."""
+        if not self._supervisor.is_down:
+            self._channel.wait_event(timeout_ms, self._process.pidfd)
+            return
+        link, changed = self._supervisor.replacement, self._supervisor.changed_descriptor
+        (self._channel if link is None else link.channel).wait_event(timeout_ms, changed)
+
+    async def _news(self) -> None:
+        """`_wait_for_news` for an event loop. A channel's descriptor tells of new events only once all that came before
+        are received."""
+        if not self._supervisor.is_down:
+            await self._waiters.readable(self._channel.events_descriptor, self._process.pidfd)
+            return
+        link, changed = self._supervisor.replacement, self._supervisor.changed_descriptor
+        await self._waiters.readable(changed, *([] if link is None else [link.channel.events_descriptor]))
+
+    # Waiting
 
     def _drain_events(self) -> None:
         """Wake-ups only say "look again"; a fault is kept for the error that follows when the process ends."""
@@ -156,7 +216,7 @@ class SidecarBook(Book):
         try:
             while self.applied_step < step:
                 self._check_alive()
-                self._channel.wait_event(self._milliseconds_left(step, deadline), self._process.pidfd)
+                self._wait_for_news(self._milliseconds_left(step, deadline))
                 self._drain_events()
         finally:
             self._awaited_steps.remove(step)
@@ -185,11 +245,18 @@ class SidecarBook(Book):
                 if self.applied_step >= step:
                     return
                 self._check_alive()
-                await self._waiters.readable(self._channel.events_descriptor, self._process.pidfd)
+                await self._news()
         finally:
             self._awaited_steps.remove(step)
             if not self._is_closed:
                 self._ask_to_be_woken()
+
+    @property
+    def applied_step(self) -> int:
+        """The last step that is applied and published, 0 before the first."""
+        if self._supervisor.is_down and self._ended_by is None and not self._is_closed:
+            self._recover()  # whoever only looks, again and again, gets on as well
+        return super().applied_step
 
     # Outputs
 
@@ -207,7 +274,7 @@ class SidecarBook(Book):
     def _wait_flushed(self, step: int) -> None:
         deadline = time.monotonic() + FLUSH_TIMEOUT_S
         while self._flushed_step.load_acquire() < step and time.monotonic() < deadline:
-            if not self._process.is_alive():
+            if self._supervisor.is_down:
                 return
             os.sched_yield()
 
@@ -232,7 +299,7 @@ class SidecarBook(Book):
                 yield step_outputs
                 continue
             self._check_alive()
-            await self._waiters.readable(self._channel.events_descriptor, self._process.pidfd)
+            await self._news()
 
     # The process
 
@@ -243,10 +310,10 @@ class SidecarBook(Book):
     def close(self) -> None:
         if self._is_closed:
             return
-        if self._process.is_ours() and self._process.is_alive():
+        if self._process.is_ours() and not self._supervisor.is_down and self._process.is_alive():
             self._stop_sidecar()
         self._is_closed = True
-        self._waiters.wake_all()
+        self._waiters.forget_all()
         self._finalizer()
         self._segment.close()
 

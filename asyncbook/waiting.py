@@ -12,7 +12,7 @@ class DescriptorWaiters:
         self._waiters: dict[int, set[asyncio.Future[None]]] = {}
 
     async def readable(self, *descriptors: int) -> None:
-        """Until one of them is readable, or `wake_all`."""
+        """Until one of them is readable, or forgotten."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         for descriptor in descriptors:
@@ -34,7 +34,14 @@ class DescriptorWaiters:
             if not future.done():
                 future.set_result(None)
 
-    def wake_all(self) -> None:
-        """Ends every wait: the descriptors are about to be closed."""
-        for descriptor in list(self._waiters):
+    def forget(self, *descriptors: int) -> None:
+        """Ends every wait for them and watches them no longer: they are about to be closed, and their numbers to be
+        used again."""
+        for descriptor in descriptors:
             self._wake(descriptor)
+            for future in list(self._waiters.pop(descriptor, ()))[:1]:
+                future.get_loop().remove_reader(descriptor)
+
+    def forget_all(self) -> None:
+        """`forget` for everything that is waited for."""
+        self.forget(*list(self._waiters))

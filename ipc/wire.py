@@ -44,6 +44,11 @@ class Admit(Command, tag=1):
     stop_token_ids: list[int]
     ignore_eos: bool
 
+    @property
+    def stop_ids(self) -> list[int]:
+        """Every id that ends the request."""
+        return self.stop_token_ids + ([] if self.ignore_eos else self.eos_token_ids)
+
 
 class DescribeBatch(Command, tag=2):
     """What a batch slot holds from now on: int32 [4, n] bytes in the order of `BatchField`."""
@@ -99,6 +104,28 @@ class Stop(Command, tag=10):
     """The last message: apply what came before, flush, end."""
 
 
+class RestoredRow(msgspec.Struct, array_like=True):
+    """What a request in a row was admitted with and the segment does not hold."""
+
+    row: int
+    stop_ids: list[int]  # of the user, and end-of-sequence ids that count
+
+
+class RestoredBatch(msgspec.Struct, array_like=True):
+    """What a batch slot held; see `DescribeBatch`."""
+
+    slot: int
+    fields: memoryview
+
+
+class Restore(Command, tag=11):
+    """The first message to a sidecar that took over: what it needs to go on from its checkpoint, which is of `seq`. It
+    has no place in the order itself."""
+
+    rows: list[RestoredRow]
+    batches: list[RestoredBatch]
+
+
 class BatchField:
     """Rows of a batch's int32 [4, n]. `GENERATION` is uint32 in the same bytes."""
 
@@ -121,6 +148,7 @@ class Setup(msgspec.Struct, array_like=True):
     spin_us: int
     idle_policy: str
     sidecar_cpu: int | None
+    is_restart: bool  # another sidecar had the segment before: wait for `Restore`
     schema_hash: str
 
 
@@ -167,7 +195,7 @@ class Fault(Event, tag=5):
     reason: str
 
 
-AnyCommand = Admit | DescribeBatch | Step | Abort | Preempt | Resume | Rewind | Release | Barrier | Stop
+AnyCommand = Admit | DescribeBatch | Step | Abort | Preempt | Resume | Rewind | Release | Barrier | Stop | Restore
 AnyEvent = Compiling | Ready | Refused | Wake | Fault
 
 

@@ -49,8 +49,10 @@ def _serve(segment: Segment, setup: wire.Setup, channel: SidecarChannel, lifetim
     if not jit.is_cached():
         channel.send_event(wire.Compiling(jit.cache_path()))
     idle_policy = POLICIES[setup.idle_policy](setup.spin_us)
-    duty = DutyCycle(segment.layout, segment.writable(), setup.vocab_size, channel, idle_policy)
     jit.compile_all()
+    duty = DutyCycle(
+        segment.layout, segment.writable(), setup.vocab_size, channel, idle_policy, is_restart=setup.is_restart
+    )
     channel.send_event(wire.Ready(setup.token, os.getpid(), LAYOUT_VERSION, wire.schema_hash()))
     if not duty.run():
         # The runner went without a word: what it would have removed is left to its sidecar.

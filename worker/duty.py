@@ -32,7 +32,14 @@ class DutyCycle:
     """One thread, one loop. Ends with the `Stop` message, or when the runner is gone."""
 
     def __init__(
-        self, layout: Layout, memory: memoryview, vocab_size: int, channel: SidecarChannel, idle_policy: IdlePolicy
+        self,
+        layout: Layout,
+        memory: memoryview,
+        vocab_size: int,
+        channel: SidecarChannel,
+        idle_policy: IdlePolicy,
+        *,
+        is_restart: bool = False,
     ) -> None:
         self._channel = channel
         self._idle_policy = idle_policy
@@ -50,6 +57,7 @@ class DutyCycle:
         runner_words = layout.runner_words.view(memory)
         self._wake_at_step = SharedWord(runner_words, RunnerWord.WAKE_AT_STEP)
         self._wake_at_outputs = SharedWord(runner_words, RunnerWord.WAKE_AT_OUTPUTS)
+        self._waits_for_restore = is_restart
         self._early: wire.AnyCommand | None = None  # came on the socket before a step that is in the ring
         self._woken_at_step = 0
         self._woken_at_outputs = 0
@@ -78,6 +86,8 @@ class DutyCycle:
     def _ring_is_next(self) -> bool:
         """Whether the step that is next in order was submitted through the ring."""
         step = self._ledger.step + 1
+        if self._waits_for_restore:
+            return False
         return self._ring.is_submitted(step) and self._ring.message_seq(step) == self._ledger.applied_seq + 1
 
     def _next_message(self) -> wire.AnyCommand | None:
@@ -157,6 +167,8 @@ class DutyCycle:
             # Refused with nothing changed. Were it the runner's own, its next message would show the gap.
             self._count_bad(str(error))
             return Outcome.REPLAYED
+        if isinstance(message, wire.Restore):
+            self._waits_for_restore = False
         if isinstance(message, wire.Step):
             self._after_step()
         else:

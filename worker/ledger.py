@@ -97,6 +97,8 @@ class Ledger:
 
     def apply(self, message: wire.AnyCommand) -> Outcome:
         """Applies one message, once. Raises `BadMessage`, with nothing changed, for one that makes no sense."""
+        if type(message) is wire.Restore:
+            return self._restore(message)
         if not self._is_next(message.seq):
             return Outcome.REPLAYED
         outcome = self._handlers[type(message)](message)
@@ -217,7 +219,7 @@ class Ledger:
             if is_prompt_token_ids.size != prompt.size:
                 raise BadMessage(f"a mask of {is_prompt_token_ids.size} for a prompt of {prompt.size}")
         self._transition(row, LifeEvent.ADMIT)
-        self._set_stop_ids(message)
+        self._set_stop_ids(row, message.stop_ids)
         self.generation[row] = message.generation
         work[Field.NUM_PROMPT_TOKENS, row] = prompt.size
         work[Field.NUM_TOKENS_NO_SPEC, row] = work[Field.NUM_TOKENS, row] = num_tokens
@@ -241,14 +243,22 @@ class Ledger:
         tables.counters[Counter.ADMITTED] += 1
         return Outcome.APPLIED
 
-    def _set_stop_ids(self, message: wire.Admit) -> None:
-        stop_ids = message.stop_token_ids + ([] if message.ignore_eos else message.eos_token_ids)
+    def _restore(self, message: wire.Restore) -> Outcome:
+        if message.seq != self.applied_seq:
+            raise BadMessage(f"what was so at message {message.seq} came after message {self.applied_seq}")
+        for row in message.rows:
+            self._set_stop_ids(row.row, row.stop_ids)
+        for batch in message.batches:
+            self._describe_batch(wire.DescribeBatch(message.seq, batch.slot, batch.fields))
+        return Outcome.APPLIED
+
+    def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
         if len(stop_ids) > self.stop_ids.shape[1]:
             wider = np.zeros((self.stop_ids.shape[0], 2 * len(stop_ids)), np.int32)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
             self.stop_ids = wider
-        self.stop_ids[message.row, : len(stop_ids)] = stop_ids
-        self.work[Field.NUM_STOP_IDS, message.row] = len(stop_ids)
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.work[Field.NUM_STOP_IDS, row] = len(stop_ids)
 
     def _finish_at_admission(self, row: int, outputs: np.ndarray) -> None:
         """Earlier outputs that had ended the request end it again: rule 3 for the last of them."""

@@ -9,10 +9,9 @@ import numpy as np
 
 from asyncbook.bench.update_cells import MAX_IDS, MAX_MODEL_LEN, VOCAB_SIZE, Step
 from asyncbook.ipc import jit, wire
-from asyncbook.ipc.layout import INT32_MAX, Layout
+from asyncbook.ipc.layout import INT32_MAX, Field, Layout
 from asyncbook.worker import kernels
 from asyncbook.worker.ledger import Ledger, Tables
-from asyncbook.ipc.layout import Field
 
 EOS_TOKEN_ID = VOCAB_SIZE  # looked for in every id, never sampled
 

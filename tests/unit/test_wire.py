@@ -31,6 +31,8 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int | None: st.none() | INT64,
     memoryview | None: st.none() | VIEWS,
     list[int]: st.lists(INT64, max_size=5),
+    list[wire.RestoredRow]: st.lists(st.builds(wire.RestoredRow, INT64, st.lists(INT64, max_size=5)), max_size=3),
+    list[wire.RestoredBatch]: st.lists(st.builds(wire.RestoredBatch, INT64, VIEWS), max_size=3),
 }
 COMMANDS, EVENTS = typing.get_args(wire.AnyCommand), typing.get_args(wire.AnyEvent)
 DECODERS: dict[str, tuple[Callable[[bytes], Any], tuple[Any, ...]]] = {
@@ -48,10 +50,15 @@ def instances(struct: Any) -> st.SearchStrategy[Any]:
     return st.builds(struct, **{name: BY_TYPE[field] for name, field in fields.items()})
 
 
-def plain(message: Any) -> tuple[Any, ...]:
+def plain(value: Any) -> Any:
     """A message's values, memory as bytes."""
-    values = [getattr(message, name) for name in message.__struct_fields__]
-    return (type(message), *(bytes(value) if isinstance(value, memoryview) else value for value in values))
+    if isinstance(value, memoryview):
+        return bytes(value)
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, msgspec.Struct):
+        return (type(value), *(plain(getattr(value, name)) for name in value.__struct_fields__))
+    return value
 
 
 @pytest.mark.parametrize(("decode", "struct"), MESSAGES)
@@ -98,7 +105,9 @@ def test_a_field_of_another_type_is_bad(decode: Callable[[bytes], Any], struct: 
     info = typing.cast(msgspec.inspect.StructType, msgspec.inspect.type_info(struct))
     good: list[Any] = [] if info.tag is None else [info.tag]
     for field in typing.get_type_hints(struct).values():
-        good.append({int: 1, bool: True, str: "", list[int]: [1]}.get(field, b""))
+        good.append(
+            {int: 1, bool: True, str: "", list[int]: [1]}.get(field, [] if typing.get_origin(field) is list else b"")
+        )
         if field == int | None:
             good[-1] = None
     assert isinstance(decode(msgspec.msgpack.encode(good)), struct)
