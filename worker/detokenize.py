@@ -2,22 +2,22 @@
 
 The `tokenizers` library decodes with `DecodeStream`, which works for every tokenizer and is what `Stream` is made of.
 In a byte-level tokenizer (GPT-2, Llama 3, Qwen, SmolLM and most others) an id always says the same bytes, and text is
-their UTF-8: a table gives the same text, and compiled code can read it. `byte_table` makes one only where the decoder
-is byte-level and nothing else, and where the library agrees on every id, alone and beside others.
+their UTF-8; in one that comes from SentencePiece (Llama 2, Mistral, Gemma) as well, but for its fallback bytes and the
+first space. A table gives the same text, and compiled code can read it. `byte_table` makes one only where the decoder
+is one of these two, and where the library agrees on every id, alone and beside others.
 """
 
 from __future__ import annotations
 
-import codecs
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asyncbook.worker.text_kernels import SPECIAL, WHOLE
+from asyncbook.worker.text_kernels import FALLBACK, SPECIAL, WHOLE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,8 +46,17 @@ class Vocabulary:
         # By content, as the library does: it may be that two ids say the same.
         self.is_special = [token in special for token in self.tokens]
         is_token = [token is not None for token in self.tokens]
+        # Some word that stands for any text: `[]` where there is none.
+        self.any_word = next(
+            ([i] for i, token in enumerate(self.tokens) if is_word(token) and tokenizer.decode([i]) == token), []
+        )
         # Without and with special tokens skipped: whether the id is part of what is decoded.
         self.is_said = is_token, [is_it and not skip for is_it, skip in zip(is_token, self.is_special, strict=True)]
+
+
+def is_word(token: str | None) -> bool:
+    """Whether the token is written as it is said, with letters alone."""
+    return token is not None and token.isascii() and token.isalpha()
 
 
 class IdTable(NamedTuple):
@@ -89,37 +98,94 @@ def _bytes_of_characters() -> dict[str, int]:
 _BYTES = _bytes_of_characters()
 
 
-def _byte_level(token: str | None) -> bytes:
-    if token is None:
-        return b""
+def _byte_level(token: str) -> bytes:
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:  # an added token is written as it is
         return token.encode()
 
 
-def byte_table(tokenizer: Tokenizer, vocabulary: Vocabulary) -> IdTable | None:
-    """The table of a byte-level tokenizer, None for any other, and where the library does not agree with it."""
-    if tokenizer.decoder is None or json.loads(tokenizer.decoder.__getstate__())["type"] != "ByteLevel":
-        return None
-    pieces = [_byte_level(token) for token in vocabulary.tokens]
-    if not _agrees(tokenizer, vocabulary, pieces):
-        logger.warning("the tokenizer decodes its ids otherwise than byte by byte: text takes the slower way")
-        return None
-    return IdTable.of(pieces, vocabulary.is_special)
+class ByteTable(NamedTuple):
+    """A tokenizer as a table. `has_fallback`: some ids are bytes for what has no other id, and a run of them is text as
+    a whole or broken as a whole. `strips_space`: the space that all text begins with is none."""
+
+    ids: IdTable
+    has_fallback: bool
+    strips_space: bool
 
 
-def _agrees(tokenizer: Tokenizer, vocabulary: Vocabulary, pieces: list[bytes]) -> bool:
-    """Whether the library's text of all ids in order, of shuffled ones, and of pairs is that of the table."""
-    if not pieces:
+class _Rule(NamedTuple):
+    """How a decoder makes text of tokens, where that is a matter of each token alone."""
+
+    piece: Callable[[str], bytes]
+    has_fallback: bool = False
+    strips_space: bool = False
+
+
+def _rule(decoder: dict[str, Any]) -> _Rule | None:
+    """The rule of a decoder, as its file describes it; None where it has none that is known here."""
+    if decoder["type"] == "ByteLevel":
+        return _Rule(_byte_level)
+    if decoder["type"] != "Sequence":
+        return None
+    # As converted from SentencePiece: Replace, ByteFallback, Fuse, and Strip of the first space or not.
+    replaced: list[tuple[str, str]] = []
+    has_fallback, strips_space = False, False
+    for part in decoder["decoders"]:
+        match part:
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                replaced.append((old, new))
+            case {"type": "ByteFallback"}:
+                has_fallback = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                strips_space = True
+            case _:
+                return None
+
+    def piece(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if has_fallback and byte:
+            return bytes([int(byte[1], 16)])
+        for old, new in replaced:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return _Rule(piece, has_fallback, strips_space)
+
+
+def byte_table(tokenizer: Tokenizer, vocabulary: Vocabulary) -> ByteTable | None:
+    """The table of a tokenizer, None where its decoder is none that is known here, or the library does not agree."""
+    rule = _rule(json.loads(tokenizer.decoder.__getstate__())) if tokenizer.decoder is not None else None
+    if rule is None:
+        return None
+    pieces = [b"" if token is None else rule.piece(token) for token in vocabulary.tokens]
+    is_fallback = [rule.has_fallback and _BYTE_TOKEN.fullmatch(token or "") is not None for token in vocabulary.tokens]
+    if not _agrees(tokenizer, vocabulary, rule, pieces, is_fallback):
+        logger.warning("the tokenizer decodes its ids otherwise than was expected: text takes the slower way")
+        return None
+    ids = IdTable.of(pieces, vocabulary.is_special)
+    ids.kinds[is_fallback] |= FALLBACK
+    return ByteTable(ids, rule.has_fallback, rule.strips_space)
+
+
+def _agrees(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, rule: _Rule, pieces: list[bytes], is_fallback: list[bool]
+) -> bool:
+    """Whether the library's text of all ids in order, of shuffled ones, and of pairs is that of the table. Fallback
+    bytes are left out: what the library makes of them is not a matter of one id (see `text_kernels.py`)."""
+    ids = np.flatnonzero(~np.array(is_fallback, np.bool_))
+    if ids.size == 0:
         return False
     rng = np.random.default_rng(0)
-    in_order = np.arange(len(pieces))
-    batches = [*_chunks(in_order), *_chunks(rng.permutation(in_order)), *rng.integers(0, len(pieces), (512, 2))]
-    for ids in batches:
+    batches = [*_chunks(ids), *_chunks(rng.permutation(ids)), *rng.choice(ids, (512, 2)), *rng.choice(ids, (512, 1))]
+    for batch in batches:
         for skips in (False, True):
-            expected = b"".join(pieces[i] for i in ids if not (skips and vocabulary.is_special[i]))
-            if tokenizer.decode(ids.tolist(), skip_special_tokens=skips) != expected.decode(errors="replace"):
+            expected = b"".join(pieces[i] for i in batch if not (skips and vocabulary.is_special[i]))
+            if rule.strips_space:
+                expected = expected.removeprefix(b" ")
+            if tokenizer.decode(batch.tolist(), skip_special_tokens=skips) != expected.decode(errors="replace"):
                 return False
     return True
 
@@ -136,9 +202,8 @@ class Stream:
     ) -> None:
         """The prompt is what comes before the first id; its own text is not given."""
         self._tokenizer, self._tokens, self._skips_special = tokenizer, vocabulary.tokens, skips_special
-        self._is_said = vocabulary.is_said[skips_special]
-        self._priming = self._priming_ids(prompt_token_ids)
-        self._begin(self._priming)
+        self._is_said, self._any_word = vocabulary.is_said[skips_special], vocabulary.any_word
+        self._begin(self._priming_ids(prompt_token_ids))
 
     def _begin(self, priming: list[int]) -> None:
         from tokenizers.decoders import DecodeStream
@@ -168,7 +233,9 @@ class Stream:
                 if num_ids >= end or (text and num_ids > MAX_PENDING_IDS):
                     break
                 num_ids *= 2
-        return []
+            if not text:
+                return []
+        return self._any_word if ids else []
 
     def step(self, token_id: int) -> str:
         """What can be read now that could not before this id: whole characters, often none or more than one."""
@@ -176,14 +243,14 @@ class Stream:
             return ""
         lost = ""
         if len(self._pending) == MAX_PENDING_IDS:
-            lost = self.rest()
-            self._begin(self._priming)
+            lost = self._broken_text()
+            self._begin(self._any_word)
         try:
             text = self._stream.step(self._tokenizer, token_id)
         except Exception as error:
             if not str(error).startswith(INVALID_PREFIX):
                 raise
-            lost = self.rest()
+            lost = self._broken_text()
             text = self._restart(token_id)
         self._pending.append(token_id)
         if not text:
@@ -194,8 +261,9 @@ class Stream:
         return lost + text
 
     def _restart(self, token_id: int) -> str | None:
-        """What came before has another text once this id follows, so the library refuses it: begins anew with it."""
-        for priming in (self._priming, []):
+        """What came before has another text once this id follows, so the library refuses it: begins anew with it, as
+        behind any text."""
+        for priming in (self._any_word, []):
             self._begin(priming)
             try:
                 return self._stream.step(self._tokenizer, token_id)
@@ -205,17 +273,23 @@ class Stream:
         return None
 
     def rest(self) -> str:
-        """What the ids without text so far come to, if nothing follows: broken bytes; an incomplete character at the
-        end is one U+FFFD."""
-        if not self._pending:
-            return ""
-        before, text = self._decode(self._before), self._decode(self._before + self._pending)
-        text = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
-        num_bytes = self._num_incomplete_bytes()
+        """What the ids without text so far come to when nothing follows: an incomplete character is one U+FFFD."""
+        text, num_bytes = self._broken_text(), self._num_incomplete_bytes()
         # A decoder that falls back to bytes writes U+FFFD for each.
         if num_bytes and text.endswith(REPLACEMENT * num_bytes):
             text = text[: len(text) - num_bytes + 1]
         return text
+
+    def _broken_text(self) -> str:
+        """What the library makes of the ids without text so far."""
+        if not self._pending:
+            return ""
+        # Behind a word, so that no decoder takes a first space off.
+        before = self._any_word + self._before
+        if not (text := self._decode(before + self._pending)).startswith(self._decode(before)):
+            before = self._any_word
+            text = self._decode(before + self._pending)
+        return text[len(self._decode(before)) :]
 
     def _num_incomplete_bytes(self) -> int:
         """How many ids at the end are single bytes that a character begins with."""
@@ -230,6 +304,7 @@ class Stream:
 
 def _begins_character(data: bytes) -> bool:
     try:
-        return codecs.utf_8_decode(data, "strict", False) == ("", 0)
-    except UnicodeDecodeError:
-        return False
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.start == 0 and error.reason == "unexpected end of data"
+    return False

@@ -35,6 +35,7 @@ from asyncbook.worker.text_kernels import (
     BLOCK_SIZE,
     FREE_HEAD,
     HAS_ENDED,
+    HAS_FALLBACK,
     HEAD,
     INCLUDES_STOP,
     LENGTH,
@@ -43,7 +44,9 @@ from asyncbook.worker.text_kernels import (
     NUM_DELIVERED,
     NUM_STOPS,
     SKIPS_SPECIAL,
+    SPECIAL,
     STOP_INDEX,
+    STRIPS_SPACE,
     TAIL,
     TextField,
     add_blocks,
@@ -142,13 +145,28 @@ class TextRows:
         rows[NUM_STOPS, row] = len(stop)
         rows[SKIPS_SPECIAL, row], rows[INCLUDES_STOP, row] = skip_special_tokens, include_stop_str_in_output
         rows[MIN_TOKENS, row] = max(min_tokens, outputs.size - 1)
-        if self._table is None:
+        if self._table is not None:
+            rows[HAS_FALLBACK, row] = self._table.has_fallback
+            rows[STRIPS_SPACE, row] = self._table.strips_space and not self._says_anything(
+                np.asarray(prompt_token_ids), skip_special_tokens
+            )
+        else:
             prompt = np.asarray(prompt_token_ids).tolist()
             self._streams[row] = Stream(self._tokenizer, self._vocabulary, prompt, skip_special_tokens)
         complete_at = self.append_one(row, outputs, last_is_stop_id) if outputs.size else -1
         rows[MIN_TOKENS, row] = min_tokens
         rows[NUM_DELIVERED, row] = rows[LENGTH, row] if num_delivered_bytes is None else num_delivered_bytes
         return complete_at
+
+    def _says_anything(self, token_ids: np.ndarray, skips_special: bool) -> bool:
+        """Whether these ids have any text in the table."""
+        assert self._table is not None
+        _, starts, kinds = self._table.ids
+        known = token_ids[(token_ids >= 0) & (token_ids < kinds.size)]
+        has_text = starts[known + 1] > starts[known]
+        if skips_special:
+            has_text &= kinds[known] & SPECIAL == 0
+        return bool(has_text.any())
 
     def close(self, row: int) -> None:
         """The row is free: what it had not delivered is gone."""
@@ -180,7 +198,7 @@ class TextRows:
         if self._table is None:
             table, token_ids, width = self._decode_streams(rows, token_ids, width, counts, ends_by_id)
         else:
-            table = self._table
+            table = self._table.ids
         return self._append(table, rows, token_ids, width, counts, ends_by_id)
 
     def _append(

@@ -39,20 +39,24 @@ class TextField(IntEnum):
     INCLUDES_STOP = 11
     HAS_ENDED = 12  # no text will follow
     STOP_INDEX = 13  # of the stop string that ended it, -1: none did
+    IS_BROKEN = 14  # the run of fallback bytes that the row is in: all of it is U+FFFD
+    HAS_FALLBACK = 15  # the tokenizer has fallback bytes
+    STRIPS_SPACE = 16  # nothing was said before: the first space is none
 
 
 HEAD, TAIL, HEAD_START = int(TextField.HEAD), int(TextField.TAIL), int(TextField.HEAD_START)
 LENGTH, NUM_DELIVERED, NUM_HELD = int(TextField.LENGTH), int(TextField.NUM_DELIVERED), int(TextField.NUM_HELD)
 NUM_PARTIAL, NUM_OUTPUTS, MIN_TOKENS = int(TextField.NUM_PARTIAL), int(TextField.NUM_OUTPUTS), int(TextField.MIN_TOKENS)
 NUM_STOPS, SKIPS_SPECIAL = int(TextField.NUM_STOPS), int(TextField.SKIPS_SPECIAL)
-INCLUDES_STOP, HAS_ENDED, STOP_INDEX = (
-    int(TextField.INCLUDES_STOP), int(TextField.HAS_ENDED), int(TextField.STOP_INDEX)
-)  # fmt: skip
+INCLUDES_STOP, HAS_ENDED = int(TextField.INCLUDES_STOP), int(TextField.HAS_ENDED)
+STOP_INDEX, IS_BROKEN = int(TextField.STOP_INDEX), int(TextField.IS_BROKEN)
+HAS_FALLBACK, STRIPS_SPACE = int(TextField.HAS_FALLBACK), int(TextField.STRIPS_SPACE)
 
 BLOCK_SIZE = 64
 FREE_HEAD, NUM_FREE = 0, 1  # of `free`: a chain through `links`, as the rows' are
-SPECIAL, WHOLE = 1, 2  # flags of `kinds`: a special token; its bytes are whole characters
-MAX_DECODED = 6  # bytes that one byte can make visible: U+FFFD for what was broken off, and for itself
+SPECIAL, WHOLE, FALLBACK = 1, 2, 4  # flags of `kinds`: a special token; whole characters; a byte that had no other id
+MAX_DECODED = 12  # bytes that one id's byte can make certain: U+FFFD for three before it and for itself
+SPACE = 0x20
 
 _ROWS = types.int64[:, ::1]
 _UINT8 = types.uint8[::1]
@@ -203,6 +207,39 @@ def decode_byte(rows, partial, row, byte, decoded):
 
 
 @rule
+def break_run(rows, row, decoded, num_bytes):
+    """A run of fallback bytes is broken: each of its last bytes is one U+FFFD, unlike a byte-level id's."""
+    for index in range(num_bytes):
+        put_replacement(decoded, 3 * index)
+    rows[NUM_PARTIAL, row] = 0
+    return 3 * num_bytes
+
+
+@rule
+def decode_fallback(rows, partial, row, byte, decoded):
+    """`decode_byte` for a tokenizer that falls back to bytes. Its library's decoder writes a whole run of them as
+    U+FFFD where the run is no text; what was certain before that stays."""
+    num_partial = rows[NUM_PARTIAL, row]
+    is_next = num_partial > 0 and continues(partial[row, 0], num_partial, byte)
+    if rows[IS_BROKEN, row] == 0 and (is_next or (num_partial == 0 and sequence_length(byte) > 0)):
+        return decode_byte(rows, partial, row, byte, decoded)
+    if is_next:
+        partial[row, num_partial] = byte
+        rows[NUM_PARTIAL, row] = num_partial + 1
+        if num_partial + 1 < sequence_length(partial[row, 0]):
+            return 0
+        return break_run(rows, row, decoded, num_partial + 1)
+    rows[IS_BROKEN, row] = 1
+    num_decoded = break_run(rows, row, decoded, num_partial)
+    if sequence_length(byte) > 1:  # if it is the last of the output, it is one U+FFFD with what follows it
+        partial[row, 0] = byte
+        rows[NUM_PARTIAL, row] = 1
+        return num_decoded
+    put_replacement(decoded, num_decoded)
+    return num_decoded + 3
+
+
+@rule
 def append_id(rows, partial, stop_bytes, borders, ends, progress, blocks, links, free, id_bytes, starts, kinds, decoded,
               row, token_id, is_stop_id):  # fmt: skip
     """Appends one id's text; True where it completes a stop string that counts. What a stop id says is text only where
@@ -217,17 +254,33 @@ def append_id(rows, partial, stop_bytes, borders, ends, progress, blocks, links,
     if kind & SPECIAL and rows[SKIPS_SPECIAL, row] != 0:
         return False
     start, end = starts[token_id], starts[token_id + 1]
-    if kind & WHOLE and rows[NUM_PARTIAL, row] == 0:
-        return put_bytes(
-            rows, stop_bytes, borders, ends, progress, blocks, links, free, row, id_bytes, start, end, counts
-        )
-    for position in range(start, end):
-        num_decoded = decode_byte(rows, partial, row, id_bytes[position], decoded)
-        if put_bytes(
-            rows, stop_bytes, borders, ends, progress, blocks, links, free, row, decoded, 0, num_decoded, counts
-        ):
-            return True
-    return False
+    if rows[STRIPS_SPACE, row] != 0 and start < end:
+        rows[STRIPS_SPACE, row] = 0
+        if id_bytes[start] == SPACE:
+            start += 1
+    num_decoded = 0
+    if kind & FALLBACK:
+        if start < end:
+            num_decoded = decode_fallback(rows, partial, row, id_bytes[start], decoded)
+        start = end
+    elif rows[HAS_FALLBACK, row] != 0:
+        num_decoded = break_run(rows, row, decoded, rows[NUM_PARTIAL, row])
+        rows[IS_BROKEN, row] = 0
+    # One call to put bytes, inlined once: what is decoded first, then whole characters, or one byte after the other.
+    while True:
+        if num_decoded > 0:
+            if put_bytes(
+                rows, stop_bytes, borders, ends, progress, blocks, links, free, row, decoded, 0, num_decoded, counts
+            ):
+                return True
+        elif start < end and kind & WHOLE and rows[NUM_PARTIAL, row] == 0:
+            return put_bytes(
+                rows, stop_bytes, borders, ends, progress, blocks, links, free, row, id_bytes, start, end, counts
+            )
+        if start == end:
+            return False
+        num_decoded = decode_byte(rows, partial, row, id_bytes[start], decoded)
+        start += 1
 
 
 @rule

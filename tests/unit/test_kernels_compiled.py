@@ -14,7 +14,8 @@ from numba.core.errors import NumbaError
 from asyncbook.ipc import jit, staging
 from asyncbook.worker import kernels, rules, text_kernels
 
-assert kernels and text_kernels  # imported for their kernels, which register themselves
+assert kernels  # imported for their kernels, which register themselves
+assert text_kernels
 KERNELS = {compiled.py_func.__name__: (compiled, signatures) for compiled, signatures in jit._kernels}
 
 

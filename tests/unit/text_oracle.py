@@ -62,6 +62,15 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
+def of_pieces(pieces: Sequence[str], special: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level tokenizer whose first ids say these pieces, and the ids behind them the special ones."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in special])
+    return tokenizer
+
+
 def byte_id(tokenizer: Tokenizer, byte: int) -> int:
     """The id that says this byte."""
     token = f"<0x{byte:02X}>" if tokenizer is metaspace() else _characters_of_bytes()[byte]
