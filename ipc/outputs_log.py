@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncbook.ipc.columns import OutputColumns
+from asyncbook.ipc.columns import OutputColumns, Texts
 from asyncbook.ipc.layout import LINE_BYTES, PADDING_RECORD, Layout, RecordWord, Region, RunnerWord, Word
 from asyncbook.ipc.publish import OwnWord
 from asyncbook.ipc.publish import Word as SharedWord
@@ -62,13 +62,19 @@ class _Ring:
         start = (position % self.num_lines + 1) * INT32_PER_LINE
         return self.values[start : start + size]
 
-    def records(self, start: int, end: int) -> Iterator[tuple[int, Record | None]]:
-        """(position behind it, record) of everything from `start` to `end`, None for padding."""
+    def record(self, position: int) -> Record:
+        """The record at a position, in the log's own memory."""
+        number, _, step, n, size, text_size = self.header(position)
+        block = self.block(position, size + text_size)
+        return Record(number, step, OutputColumns(n, block[:size], Texts.read(n, block[size:]) if text_size else None))
+
+    def records(self, start: int, end: int) -> Iterator[Record]:
+        """Everything from one position to another."""
         while start < end:
-            number, num_lines, step, n, size = self.header(start)
-            record = None if n == PADDING_RECORD else Record(number, step, OutputColumns(n, self.block(start, size)))
+            _, num_lines, _, n, _, _ = self.header(start)
+            if n != PADDING_RECORD:
+                yield self.record(start)
             start += num_lines
-            yield start, record
 
 
 class LogWriter:
@@ -100,10 +106,14 @@ class LogWriter:
         """int32 [size], at most what `room` said: where the next record's columns go."""
         return self._ring.block(self.written, size)
 
-    def publish(self, number: int, step: int, n: int, size: int) -> None:
-        """The record of n requests whose columns are in the first `size` values of `block`."""
-        num_lines = lines_of(size)
-        self._ring.headers[self.written % self._ring.num_lines, :_NUM_HEADER_WORDS] = number, num_lines, step, n, size
+    def publish(self, number: int, step: int, columns: OutputColumns) -> None:
+        """The record of columns that are in `block` already; their text is put behind them."""
+        size, text_size = columns.block.size, columns.text_size
+        if columns.texts is not None:
+            columns.texts.write(self._ring.block(self.written, size + text_size)[size:])
+        num_lines = lines_of(size + text_size)
+        header = self._ring.headers[self.written % self._ring.num_lines]
+        header[:_NUM_HEADER_WORDS] = number, num_lines, step, columns.n, size, text_size
         self.written += num_lines
         # Header and columns are written; with this store, and not before, the reader looks at them.
         self._written_word.store_release(self.written)
@@ -114,7 +124,7 @@ class LogWriter:
 
     def records_since(self, position: int) -> Iterator[Record]:
         """What the predecessor wrote after its last checkpoint."""
-        return (record for _, record in self._ring.records(position, self.written) if record is not None)
+        return self._ring.records(position, self.written)
 
     def give_back(self) -> None:
         """Returns the memory of a log that is wholly read and in a checkpoint."""
@@ -170,13 +180,17 @@ class OutputsLogReader:
             return None
         _, which, position = min(heads)
         ring = self._rings[which]
-        number, num_lines, step, n, size = ring.header(position)
-        block = ring.block(position, size).copy()
+        number, num_lines, step, n, size, text_size = ring.header(position)
+        block = ring.block(position, size + text_size).copy()
         self.number = number
         self._positions[which] = position + num_lines
         # The columns are copied: from this store on the writer may overwrite them.
         self._read[which].store_release(position + num_lines)
-        return Record(number, step, OutputColumns(n, block))
+        return Record(number, step, OutputColumns(n, block[:size], Texts.read(n, block[size:]) if text_size else None))
+
+    def has_next(self) -> bool:
+        """Whether there is a record to take."""
+        return bool(self._heads())
 
     def _heads(self) -> list[tuple[int, int, int]]:
         """(number, log, position) of the first record of each log that has one. The outputs log is looked at first: a
@@ -185,7 +199,7 @@ class OutputsLogReader:
         for which in (0, 1):
             position, written = self._positions[which], self._written[which].load_acquire()
             while position < written:
-                number, num_lines, _, n, _ = self._rings[which].header(position)
+                number, num_lines, _, n, _, _ = self._rings[which].header(position)
                 if n != PADDING_RECORD:
                     heads.append((number, which, position))
                     break

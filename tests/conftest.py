@@ -231,7 +231,7 @@ def delivered(book: Book) -> dict[str, Delivered]:
     """What came since the last look, by request. A request may not go on, or end again, after its end."""
     requests: dict[str, Delivered] = {}
     for outputs in book.poll_outputs():
-        for request_id, token_ids, finish_reason, stop_reason in outputs:
+        for request_id, token_ids, finish_reason, stop_reason, _ in outputs:
             request = requests.setdefault(request_id, Delivered([]))
             assert request.finish_reason is FinishReason.NONE, f"{request_id} goes on after its end"
             request.token_ids += token_ids.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.outputs_log import LogWriter, OutputsLogWriter, lines_of
 from asyncbook.worker.outbox import Departed, Outbox
 
@@ -22,21 +23,33 @@ class LogDelivery:
             room = log.room(self._log.min_lines)
             if room == 0:
                 return False
-            n, size = outbox.take_pending(log.block(room))
-            self._publish(log, step, n, size)
+            columns = outbox.take_pending(log.block(room))
+            if columns.n == 0:
+                return self._write_long_text(outbox, step)
+            self._publish(log, step, columns)
         return True
+
+    def _write_long_text(self, outbox: Outbox, step: int) -> bool:
+        """The text of one row alone is too much for the outputs log: there is more room in the other one."""
+        log = self._log.overflow
+        room = log.room(self._log.min_lines)
+        columns = outbox.take_pending(log.block(room)) if room else None
+        if columns is None or columns.n == 0:
+            return False
+        self._publish(log, step, columns)
+        return self.take_from(outbox, step)
 
     def _write_departed(self, departed: Departed, step: int) -> bool:
         """Now or never: nobody keeps it."""
         columns = departed.columns()
-        size = columns.block.size
+        size = columns.block.size + columns.text_size
         for log in (self._log.outputs, self._log.overflow):
             if log.room(lines_of(size)) >= size:
-                log.block(size)[:] = columns.block
-                self._publish(log, step, columns.n, size)
+                log.block(columns.block.size)[:] = columns.block
+                self._publish(log, step, columns)
                 return True
         return False
 
-    def _publish(self, log: LogWriter, step: int, n: int, size: int) -> None:
+    def _publish(self, log: LogWriter, step: int, columns: OutputColumns) -> None:
         self._log.number += 1
-        log.publish(self._log.number, step, n, size)
+        log.publish(self._log.number, step, columns)

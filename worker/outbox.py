@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncbook.ipc.columns import OutputColumns, block_size
+from asyncbook.ipc.columns import OutputColumns, Texts, block_size
 from asyncbook.ipc.layout import NUM_CHECKPOINTS, Field
 from asyncbook.worker import kernels, rules
+from asyncbook.worker.row_texts import RowTexts
 
 MAX_DEPARTED_TOKEN_IDS = 1 << 24
 MAX_DEPARTED_REQUESTS = 1 << 20
@@ -30,6 +31,7 @@ class Departed(NamedTuple):
     token_ids: np.ndarray
     finish_reason: int
     stop_reason: int
+    texts: Texts | None
 
     def columns(self) -> OutputColumns:
         """A delivery of this alone."""
@@ -39,14 +41,23 @@ class Departed(NamedTuple):
             np.array([self.stop_reason]),
             np.array([self.token_ids.size]),
             self.token_ids,
+            self.texts,
         )
 
 
 class Outbox:
     """Rows with something to deliver (`lists[PENDING]`), and what departed requests left behind."""
 
-    def __init__(self, work: np.ndarray, token_ids: np.ndarray, lists: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self,
+        work: np.ndarray,
+        token_ids: np.ndarray,
+        lists: np.ndarray,
+        lengths: np.ndarray,
+        texts: RowTexts | None = None,
+    ) -> None:
         self._work, self._token_ids, self._lists, self._lengths = work, token_ids, lists, lengths
+        self._texts = texts
         self._departed: deque[Departed] = deque()
         self._num_departed_token_ids = 0
         self.num_dropped_requests = 0
@@ -67,8 +78,8 @@ class Outbox:
         """All that is to be delivered, departed requests first. It counts as delivered from here on."""
         num_pending = int(self._lengths[rules.PENDING])
         num_token_ids = kernels.count_pending_ids(self._work, self._lists, self._lengths)
-        block = np.empty(block_size(num_pending, num_token_ids), np.int32)
-        columns = OutputColumns(self.take_pending(block)[0], block)
+        size = block_size(num_pending, num_token_ids)
+        columns = self._take_rows(np.empty(size, np.int32), num_pending)
         if not self._departed:
             return columns
         pieces = [departed.columns() for departed in self._departed]
@@ -76,10 +87,25 @@ class Outbox:
         self._num_departed_token_ids = 0
         return OutputColumns.joined([*pieces, columns])
 
-    def take_pending(self, block: np.ndarray) -> tuple[int, int]:
-        """What rows have to deliver, as much as `block` has room for: (requests, values of the block in use)."""
-        n, num_token_ids = kernels.take_pending(self._work, self._token_ids, self._lists, self._lengths, block)
-        return n, block_size(n, num_token_ids)
+    def take_pending(self, block: np.ndarray) -> OutputColumns:
+        """What rows have to deliver, as much as there is room for: the block of the columns is the beginning of
+        `block`, and their text has room behind it. No rows where the text of one alone is too much."""
+        num_pending = int(self._lengths[rules.PENDING])
+        if self._texts is None:
+            return self._take_rows(block, num_pending)
+        offsets = self._texts.measure(self._lists[rules.PENDING, :num_pending])
+        sizes = np.arange(1, num_pending + 1) + 1 + -(-offsets[1:] // 4)
+        num_rows = int(np.searchsorted(sizes, block.size // 2, side="right"))
+        return self._take_rows(block[: block.size - int(sizes[num_rows - 1])] if num_rows else block[:1], num_rows)
+
+    def _take_rows(self, block: np.ndarray, max_rows: int) -> OutputColumns:
+        work = self._work
+        rows = self._lists[rules.PENDING, :max_rows].copy() if self._texts is not None else None
+        n, num_token_ids = kernels.take_pending(work, self._token_ids, self._lists, self._lengths, block, max_rows)
+        columns = OutputColumns(n, block[: block_size(n, num_token_ids)])
+        if rows is not None and self._texts is not None:
+            columns.texts = self._texts.take(rows[:n], columns.finish_reasons, columns.stop_reasons)
+        return columns
 
     def take_departed(self) -> Departed | None:
         """The oldest piece of a departed request."""
@@ -111,9 +137,12 @@ class Outbox:
         if work[_NUM_OUTPUT_TOKENS, row] - work[_NUM_DELIVERED, row] > token_ids.size:  # one is in a column only
             token_ids = np.append(token_ids, work[Field.LAST_TOKEN_ID, row])
         work[_NUM_DELIVERED, row] = work[_NUM_OUTPUT_TOKENS, row]
-        self._keep(
-            Departed(request_no, token_ids, int(work[Field.FINISH_REASON, row]), int(work[Field.STOP_REASON, row]))
-        )
+        finish_reasons, stop_reasons = work[Field.FINISH_REASON, row : row + 1], work[Field.STOP_REASON, row : row + 1]
+        stop_reasons = stop_reasons.copy()
+        texts = None
+        if self._texts is not None:
+            texts = self._texts.take(np.array([row], np.int32), finish_reasons, stop_reasons)
+        self._keep(Departed(request_no, token_ids, int(finish_reasons[0]), int(stop_reasons[0]), texts))
 
     def remove(self, row: int) -> None:
         """The row has nothing to deliver any more."""

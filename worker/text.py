@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from asyncbook.ipc.columns import Texts
 from asyncbook.worker.detokenize import IdTable, Stream, Vocabulary, byte_table
 from asyncbook.worker.stops import StopTable
 from asyncbook.worker.text_kernels import (
@@ -57,17 +57,6 @@ from asyncbook.worker.text_kernels import (
 )
 
 _TRUE, _FALSE = np.ones(1, np.bool_), np.zeros(1, np.bool_)
-
-
-class Texts(NamedTuple):
-    """Text of n rows: row i's is the UTF-8 `data[offsets[i] : offsets[i + 1]]`. uint8, and int64 [n + 1]."""
-
-    data: np.ndarray
-    offsets: np.ndarray
-
-    def text(self, i: int) -> str:
-        """Row i's."""
-        return self.data[self.offsets[i] : self.offsets[i + 1]].tobytes().decode()
 
 
 class TextRows:
@@ -174,6 +163,11 @@ class TextRows:
         self._streams[row] = None
         self._stop[row] = ()
 
+    def stop_indices(self, rows: np.ndarray) -> np.ndarray:
+        """int64 [n]: which of its stop strings ended each row, -1 for none."""
+        indices: np.ndarray = self._rows[STOP_INDEX, rows]
+        return indices
+
     def stop_string(self, row: int) -> str | None:
         """The stop string that ended the row."""
         index = int(self._rows[STOP_INDEX, row])
@@ -182,6 +176,12 @@ class TextRows:
     def num_delivered_bytes(self, row: int) -> int:
         """Bytes of the row's text, from its first output on, that `take` has given."""
         return int(self._rows[NUM_DELIVERED, row])
+
+    @property
+    def delivered_bytes(self) -> np.ndarray:
+        """int64 [num_rows]: the same of every row."""
+        delivered: np.ndarray = self._rows[NUM_DELIVERED]
+        return delivered
 
     # A step
 
@@ -218,7 +218,7 @@ class TextRows:
 
     def append_one(self, row: int, token_ids: Sequence[int] | np.ndarray, is_stop_id: bool = False) -> int:
         """`append` for one row."""
-        ids = np.ascontiguousarray(token_ids, np.int32)
+        ids = np.array(token_ids, np.int32)  # the kernels take what can be written, too
         counts, ends_by_id = np.array([ids.size], np.int32), _TRUE if is_stop_id else _FALSE
         return int(self.append(np.array([row], np.int32), ids, ids.size, counts, ends_by_id)[0])
 
@@ -250,14 +250,19 @@ class TextRows:
 
     # What is delivered
 
-    def take(self, rows: np.ndarray, has_finished: np.ndarray) -> Texts:
-        """What can be delivered of n rows (int32 [n], none twice) since they were taken last; it counts as delivered.
-        Where `has_finished[i]` (bool [n]), for whatever reason, the row's text ends here."""
+    def measure(self, rows: np.ndarray, has_finished: np.ndarray) -> np.ndarray:
+        """int64 [n + 1]: where the text that `take` would give of each of n rows would begin, and end."""
         if self._table is None:
             for row in rows[has_finished].tolist():
                 self._end_stream(row)
         offsets = np.empty(rows.size + 1, np.int64)
         measure_text(self._rows, self._blocks, self._links, self._free, rows, has_finished, offsets)
+        return offsets
+
+    def take(self, rows: np.ndarray, has_finished: np.ndarray) -> Texts:
+        """What can be delivered of n rows (int32 [n], none twice) since they were taken last; it counts as delivered.
+        Where `has_finished[i]` (bool [n]), for whatever reason, the row's text ends here."""
+        offsets = self.measure(rows, has_finished)
         data = np.empty(int(offsets[-1]), np.uint8)
         take_text(self._rows, self._blocks, self._links, self._free, rows, offsets, data)
         return Texts(data, offsets)
