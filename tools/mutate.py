@@ -41,26 +41,24 @@ class Fault:
 
 
 RULES, KERNELS, LEDGER, OUTBOX = "worker/rules.py", "worker/kernels.py", "worker/ledger.py", "worker/outbox.py"
-ROWS, BATCH, STAGING = "asyncbook/rows.py", "asyncbook/batch.py", "ipc/staging.py"
+ROWS, BATCH, STAGING, WIRE = "asyncbook/rows.py", "asyncbook/batch.py", "ipc/staging.py", "ipc/wire.py"
 
 FAULTS = (
     # The rules of a step
     Fault("padding is an id", RULES, "sampled_row[v] != PADDING", "sampled_row[v] != PADDING - 1"),
     Fault("stale handle applied", RULES, "work[GENERATION, row] != generation", "work[GENERATION, row] < generation"),
-    Fault("default schedule without drafts", RULES, "max(no_spec - computed, 0) + d", "max(no_spec - computed, 0)"),
-    Fault(
-        "partial prefill, <= for <", RULES, "if computed + scheduled < no_spec", "if computed + scheduled <= no_spec"
-    ),
-    Fault("overscheduled, drafts forgotten", RULES, "scheduled > no_spec + d:", "scheduled > no_spec:"),
-    Fault("overscheduled, >= for >", RULES, "scheduled > no_spec + d:", "scheduled >= no_spec + d:"),
-    Fault("preempted row overscheduled", RULES, "if state == RUNNING and computed", "if computed"),
+    Fault("default schedule without drafts", RULES, "work[REMEMBERED, row], 0) + d if", "work[REMEMBERED, row], 0) if"),
+    Fault("partial prefill, <= for <", RULES, "if end < work[NO_SPEC, row]", "if end <= work[NO_SPEC, row]"),
+    Fault("overscheduled, drafts forgotten", RULES, "end > work[NO_SPEC, row] + d:", "end > work[NO_SPEC, row]:"),
+    Fault("overscheduled, >= for >", RULES, "end > work[NO_SPEC, row] + d:", "end >= work[NO_SPEC, row] + d:"),
+    Fault("preempted row overscheduled", RULES, "if state == RUNNING and end", "if end"),
     Fault(
         "preempted row computes a prefill",
         RULES,
-        "        if state == RUNNING:\n            work[COMPUTED, row] = computed + scheduled\n",
-        "        work[COMPUTED, row] = computed + scheduled\n",
+        "            if work[STATE, row] == RUNNING:\n                work[COMPUTED, row] = work[REMEMBERED, row]\n",
+        "            work[COMPUTED, row] = work[REMEMBERED, row]\n",
     ),
-    Fault("num_accepted_tokens not reset", RULES, "    work[ACCEPTED, row] = 0\n", ""),
+    Fault("num_accepted_tokens not reset", RULES, "    work[ACCEPTED, row] = 0\n    is_running", "    is_running"),
     Fault("rejected drafts computed", RULES, "scheduled - (d + 1 - m)", "scheduled - (1 - m)"),
     Fault(
         "computed below 0", RULES, "max(computed + scheduled - (d + 1 - m), 0)", "computed + scheduled - (d + 1 - m)"
@@ -73,20 +71,27 @@ FAULTS = (
     ),
     Fault("remembered computed not kept", RULES, "    work[REMEMBERED, row] = computed\n", ""),
     Fault("drafts for a preempted row", RULES, "work[STATE, row] == RUNNING else", "work[STATE, row] != FINISHED else"),
-    Fault("min_tokens, <= for <", RULES, "work[OUTPUTS, row] - 1 < work[MIN", "work[OUTPUTS, row] - 1 <= work[MIN"),
+    Fault("min_tokens, <= for <", RULES, "num_outputs_before < work[MIN", "num_outputs_before <= work[MIN"),
     Fault("last stop id not looked at", RULES, "work[NUM_STOP_IDS, row])", "work[NUM_STOP_IDS, row] - 1)"),
     Fault("full row written behind its end", RULES, "position < max_model_len", "position <= max_model_len"),
-    Fault("max_tokens, > for >=", RULES, ">= work[MAX_TOKENS, row]", "> work[MAX_TOKENS, row]"),
+    Fault(
+        "max_tokens, > for >=", RULES, "work[OUTPUTS, row] >= work[MAX_TOKENS", "work[OUTPUTS, row] > work[MAX_TOKENS"
+    ),
     Fault("max_model_len one too early", RULES, "row] >= max_model_len:", "row] >= max_model_len - 1:"),
     Fault(
         "length before stop",
         RULES,
-        "    if is_stop_id(work, stop_ids, row, token_id):\n        return STOP\n"
+        "    if is_stop_id(work, stop_ids, row, work[OUTPUTS, row] - 1, token_id):\n        return STOP\n"
         "    if work[OUTPUTS, row] >= work[MAX_TOKENS, row]:\n        return LENGTH\n",
         "    if work[OUTPUTS, row] >= work[MAX_TOKENS, row]:\n        return LENGTH\n"
-        "    if is_stop_id(work, stop_ids, row, token_id):\n        return STOP\n",
+        "    if is_stop_id(work, stop_ids, row, work[OUTPUTS, row] - 1, token_id):\n        return STOP\n",
     ),
-    Fault("vocab_size is an id", RULES, "token_id >= vocab_size", "token_id > vocab_size"),
+    Fault(
+        "vocab_size is an id",
+        RULES,
+        "token_id >= vocab_size:\n            reason",
+        "token_id > vocab_size:\n            reason",
+    ),
     Fault("bad id committed", RULES, "COMMITTED_TOKENS] += index\n", "COMMITTED_TOKENS] += index + 1\n"),
     Fault("stop_reason of a length", RULES, "token_id if reason == STOP else -1", "token_id"),
     Fault("finish keeps drafts", RULES, "    drop_drafts(work, token_ids, is_token_ids, row)\n    work", "    work"),
@@ -151,7 +156,7 @@ FAULTS = (
         "if output < num_written else",
         "if output <= num_written else",
     ),
-    Fault("delivered again", KERNELS, "            work[NUM_DELIVERED, row] = work[OUTPUTS, row]\n", ""),
+    Fault("delivered again", KERNELS, "        work[NUM_DELIVERED, row] = last\n", ""),
     Fault("pending flag stays", KERNELS, "            work[IS_PENDING, row] = 0\n", ""),
     # The life of a row
     Fault("preempt keeps computed", LEDGER, "                self.work[Field.NUM_COMPUTED_TOKENS, row] = 0\n", ""),
@@ -175,9 +180,7 @@ FAULTS = (
         "        work[Field.REMEMBERED_COMPUTED, row] = message.num_computed_tokens\n        work",
         "        work",
     ),
-    Fault(
-        "admission not touched", LEDGER, "        self._touch(row)\n        self._finish_at", "        self._finish_at"
-    ),
+    Fault("admission not touched", LEDGER, "        self._touch(row)\n        ends_by", "        ends_by"),
     Fault(
         "earlier outputs delivered again",
         LEDGER,
@@ -186,9 +189,9 @@ FAULTS = (
     ),
     Fault(
         "ignore_eos ignores stop ids",
-        LEDGER,
-        "message.stop_token_ids + ([] if message.ignore_eos else message.eos_token_ids)",
-        "[] if message.ignore_eos else message.stop_token_ids + message.eos_token_ids",
+        WIRE,
+        "self.stop_token_ids + ([] if self.ignore_eos else self.eos_token_ids)",
+        "[] if self.ignore_eos else self.stop_token_ids + self.eos_token_ids",
     ),
     Fault(
         "wider stop ids lose the others", LEDGER, "            wider[:, : self.stop_ids.shape[1]] = self.stop_ids\n", ""
@@ -220,7 +223,7 @@ FAULTS = (
         "work[Field.NUM_PROMPT_TOKENS, row] + work[_NUM_DELIVERED, row]",
         "work[Field.NUM_PROMPT_TOKENS, row]",
     ),
-    Fault("departed row still pending", OUTBOX, "        work[Field.IS_PENDING, row] = 0\n", ""),
+    Fault("departed row still pending", OUTBOX, "        self._work[Field.IS_PENDING, row] = 0\n", ""),
     Fault("departed delivered again", OUTBOX, "        self._departed.clear()\n", ""),
     # The client
     Fault("rows not lowest first", ROWS, "heapq.heappush(self._free, row.index)", "self._free.append(row.index)"),
