@@ -284,10 +284,11 @@ class Stream:
         """What the library makes of the ids without text so far."""
         if not self._pending:
             return ""
-        # Behind a word, so that no decoder takes a first space off.
-        before = self._any_word + self._before
+        # Where anything was said, behind a word: no decoder takes a first space off then.
+        word = self._any_word if self._before else []
+        before = word + self._before
         if not (text := self._decode(before + self._pending)).startswith(self._decode(before)):
-            before = self._any_word
+            before = word
             text = self._decode(before + self._pending)
         return text[len(self._decode(before)) :]
 

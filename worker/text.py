@@ -69,6 +69,11 @@ class Texts(NamedTuple):
         """Row i's."""
         return self.data[self.offsets[i] : self.offsets[i + 1]].tobytes().decode()
 
+    def texts(self) -> list[str]:
+        """All rows'."""
+        data, ends = self.data.tobytes(), self.offsets.tolist()
+        return [data[ends[i] : ends[i + 1]].decode() for i in range(len(ends) - 1)]
+
 
 class TextRows:
     """Text of `num_rows` rows with one tokenizer. Raises `ImportError` without the `tokenizers` library, and the
