@@ -10,7 +10,7 @@ int32   offsets [n + 1]   UTF-8 [offsets[n]], as many int32 as it takes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +34,10 @@ class Texts(NamedTuple):
         """Row i's."""
         return self.data[self.offsets[i] : self.offsets[i + 1]].tobytes().decode()
 
-    def texts(self) -> Iterator[str]:
-        """One after the other."""
-        return (self.text(i) for i in range(self.offsets.size - 1))
+    def texts(self) -> list[str]:
+        """All rows'."""
+        data, ends = self.data.tobytes(), self.offsets.tolist()
+        return [data[ends[i] : ends[i + 1]].decode() for i in range(len(ends) - 1)]
 
     @property
     def block_size(self) -> int:

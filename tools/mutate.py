@@ -13,8 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import text_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 # In order: what finds most faults soonest. Hypothesis is last, it takes its time to make a failure small.
@@ -38,6 +41,7 @@ class Fault:
     file: str
     search: str
     replace: str
+    tests: tuple[str, ...] = TESTS
 
 
 RULES, KERNELS, LEDGER, OUTBOX = "worker/rules.py", "worker/kernels.py", "worker/ledger.py", "worker/outbox.py"
@@ -266,6 +270,9 @@ FAULTS = (
 )
 
 
+ALL_FAULTS = (*FAULTS, *(Fault(*fault, tests=text_faults.TESTS) for fault in text_faults.FAULTS))
+
+
 def copy_repository(copy: Path) -> dict[str, str]:
     """Lays code and tests out under `copy` as they are installed, and returns an environment in which they are what is
     imported, also by the sidecar."""
@@ -286,7 +293,7 @@ def path_in(copy: Path, file: str) -> Path:
 
 def check_imports(copy: Path, environment: dict[str, str]) -> None:
     """Whether it is really the copy that is imported: the installed package lies in wait behind it."""
-    modules = sorted({path_in(copy, fault.file).relative_to(copy).with_suffix("").as_posix() for fault in FAULTS})
+    modules = sorted({path_in(copy, fault.file).relative_to(copy).with_suffix("").as_posix() for fault in ALL_FAULTS})
     program = "import importlib, sys; [print(importlib.import_module(name).__file__) for name in sys.argv[1:]]"
     command = [sys.executable, "-P", "-c", program, *(module.replace("/", ".") for module in modules)]
     found = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=True).stdout
@@ -295,9 +302,9 @@ def check_imports(copy: Path, environment: dict[str, str]) -> None:
         sys.exit(f"not the copy is imported, but {found}")
 
 
-def run_tests(copy: Path, environment: dict[str, str]) -> tuple[str, str]:
+def run_tests(copy: Path, environment: dict[str, str], tests: Sequence[str]) -> tuple[str, str]:
     """What became of the code under test, "killed" or "survived", and which test said so."""
-    tests = [test for test in TESTS if (copy / test.partition("::")[0]).exists()]
+    tests = [test for test in tests if (copy / test.partition("::")[0]).exists()]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
     try:
         run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -319,7 +326,7 @@ def try_fault(fault: Fault, copy: Path, environment: dict[str, str]) -> tuple[st
         return "does not apply", f"the text stands {source.count(fault.search)} times in {fault.file}"
     path.write_text(source.replace(fault.search, fault.replace))
     try:
-        return run_tests(copy, environment)
+        return run_tests(copy, environment, fault.tests)
     finally:
         path.write_text(source)
 
@@ -329,14 +336,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults whose name or file has one of these in it")
     words = parser.parse_args().words
-    faults = [fault for fault in FAULTS if not words or any(word in fault.name + fault.file for word in words)]
+    faults = [fault for fault in ALL_FAULTS if not words or any(word in fault.name + fault.file for word in words)]
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="asyncbook-mutate-") as folder:
         copy = Path(folder)
         environment = copy_repository(copy)
         check_imports(copy, environment)
-        if run_tests(copy, environment)[0] != "survived":
-            sys.exit(f"the tests fail without a fault: {run_tests(copy, environment)[1]}")
+        for tests in sorted({fault.tests for fault in faults}):
+            verdict, why = run_tests(copy, environment, tests)
+            if verdict != "survived":
+                sys.exit(f"the tests fail without a fault: {why}")
         for fault in faults:
             start = time.monotonic()
             verdict, why = try_fault(fault, copy, environment)

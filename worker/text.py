@@ -23,6 +23,7 @@ State of a row follows from its prompt, its outputs and how many bytes of text w
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -69,9 +70,11 @@ class TextRows:
     def __init__(self, tokenizer: str | os.PathLike[str], num_rows: int, *, uses_table: bool = True) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(os.fspath(tokenizer))
-        self._vocabulary = Vocabulary(self._tokenizer)
-        self._table = byte_table(self._tokenizer, self._vocabulary) if uses_table else None
+        library = Tokenizer.from_file(os.fspath(tokenizer))
+        vocabulary = Vocabulary(library)
+        self._table = byte_table(library, vocabulary) if uses_table else None
+        # With a table neither is needed any more, and both are large.
+        self._make_stream = functools.partial(Stream, library, vocabulary) if self._table is None else None
         self._streams: list[Stream | None] = [None] * num_rows
         self._rows = np.zeros((len(TextField), num_rows), np.int64)
         self._rows[[HEAD, TAIL, STOP_INDEX]] = -1
@@ -139,9 +142,8 @@ class TextRows:
             rows[STRIPS_SPACE, row] = self._table.strips_space and not self._says_anything(
                 np.asarray(prompt_token_ids), skip_special_tokens
             )
-        else:
-            prompt = np.asarray(prompt_token_ids).tolist()
-            self._streams[row] = Stream(self._tokenizer, self._vocabulary, prompt, skip_special_tokens)
+        if self._make_stream is not None:
+            self._streams[row] = self._make_stream(np.asarray(prompt_token_ids).tolist(), skip_special_tokens)
         complete_at = self.append_one(row, outputs, last_is_stop_id) if outputs.size else -1
         rows[MIN_TOKENS, row] = min_tokens
         rows[NUM_DELIVERED, row] = rows[LENGTH, row] if num_delivered_bytes is None else num_delivered_bytes

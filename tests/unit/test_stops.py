@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncbook.ipc import jit
@@ -43,6 +43,7 @@ def open_row(request: pytest.FixtureRequest, tmp_path: Path) -> OPEN:
 
 
 @given(st.text("ab", min_size=1, max_size=12))
+@settings(deadline=None)
 def test_borders_are_the_longest(string: str) -> None:
     for length, border in enumerate(border_lengths(string.encode()), start=1):
         prefix = string[:length]

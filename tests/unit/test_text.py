@@ -148,9 +148,11 @@ def test_text_is_that_of_decoding_all_at_once(kinds: dict[str, Kind], name: str,
 @settings(deadline=None, max_examples=200)
 def test_broken_bytes_are_the_same_text_in_a_table_and_in_streams(kinds: dict[str, Kind], data: st.DataObject) -> None:
     """What the library makes of a broken run of fallback bytes depends on what was read of it before, so the text of
-    decoding all at once is no measure; for byte-level ids it is, and was compared above."""
+    decoding all at once is no measure; for byte-level ids it is, and was compared above. A space is never written as a
+    fallback byte: the library would take it off, and put it back as U+FFFD where the run is broken later."""
     table, streams = kinds["metaspace"], kinds["metaspace-streams"]
-    ids = data.draw(broken_outputs(table))
+    space = byte_id(table.tokenizer, 0x20)
+    ids = [token_id for token_id in data.draw(broken_outputs(table)) if token_id != space]
     prompt = data.draw(st.sampled_from([table.prompt, [1], [1, *table.bytes_of("你".encode())]]))
     texts = []
     for kind in (table, streams):
