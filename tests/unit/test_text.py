@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from asyncbook.ipc import jit
 from asyncbook.worker import detokenize
 from asyncbook.worker.detokenize import MAX_PENDING_IDS
 from asyncbook.worker.text import TextRows
-from asyncbook.worker.text_kernels import NUM_FREE
+from asyncbook.worker.text_kernels import BLOCK_SIZE, NUM_FREE
 from tests.unit.text_oracle import (
     REPLACEMENT,
     append_steps,
@@ -162,6 +163,23 @@ def test_broken_bytes_are_the_same_text_in_a_table_and_in_streams(kinds: dict[st
     assert texts[0] == texts[1]
 
 
+def test_every_kind_of_broken_utf8_is_what_the_library_makes_of_it(kinds: dict[str, Kind]) -> None:
+    """All pairs of bytes, and three or four where the least and the greatest of a range stand beside each other."""
+    edges = bytes.fromhex("417F808F909FA0BFC0C1C2DFE0E1ECEDEEEFF0F1F3F4F5FF")
+    first = bytes.fromhex("E0EDF0F1F4")
+    parts = [*product(range(256), range(256)), *product(first, edges, edges), *product(first, edges, edges, edges)]
+    data = b"a".join(map(bytes, parts))
+    kind = kinds["table"]
+    byte_ids = np.array(kind.bytes_of(bytes(range(256))), np.int32)
+    ids = byte_ids[np.frombuffer(data, np.uint8)]
+    kind.text.open(0, kind.prompt)
+    kind.text.append_one(0, ids)
+    text = kind.text.take_one(0, True)
+    kind.text.close(0)
+    assert text == data.decode(errors="replace")
+    assert text == kind.tokenizer.decode(ids.tolist())
+
+
 # The prompt
 
 
@@ -273,6 +291,18 @@ def test_blocks_come_back(kind: Kind) -> None:
     for row in range(NUM_ROWS):
         kind.text.close(row)
     assert int(kind.text._free[NUM_FREE]) == kind.text._links.size
+
+
+def test_a_row_taken_up_again_after_its_end_was_delivered_writes_on_no_other(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    text, x, broken = TextRows(tmp_path / "tokenizer.json", 2), byte_id(byte_level(), 120), byte_id(byte_level(), 0xF0)
+    text.open(0, [x])
+    text.append_one(0, [x] * BLOCK_SIZE)
+    # One byte of the last U+FFFD is in the next block.
+    outputs = [x] * (BLOCK_SIZE - 2) + [broken]
+    text.open(1, [x], outputs, num_delivered_bytes=BLOCK_SIZE + 1)
+    assert (text.take_one(1), text.take_one(1, True)) == ("", "")
+    assert text.take_one(0) == "x" * BLOCK_SIZE
 
 
 def test_a_stream_without_text_does_not_grow(kinds: dict[str, Kind]) -> None:
