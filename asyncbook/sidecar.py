@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from asyncbook.process import SidecarProcess
 from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
 from asyncbook.waiting import DescriptorWaiters
 
+if TYPE_CHECKING:
+    from asyncbook.device.link import DeviceLink
+
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
 FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs; a live sidecar needs microseconds
 
@@ -39,6 +43,8 @@ def _end(process: SidecarProcess, channel: RunnerChannel) -> None:
 class SidecarBook(Book):
     """Made by `asyncbook.spawn`; ready when that returns."""
 
+    _has_ring = True
+
     def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel, process: SidecarProcess) -> None:
         super().__init__(config, segment)
         runner_part = segment.runner_part()
@@ -49,7 +55,8 @@ class SidecarBook(Book):
         self._flushed_step = SharedWord(words, Word.FLUSHED_STEP)
         self._outputs_sent = SharedWord(words, Word.OUTPUTS_SENT)
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
-        self._ring = SampleRingWriter(self._layout, runner_part, words) if config.transport == "ring" else None
+        self._ring = SampleRingWriter(self._layout, runner_part, words)
+        self._sends_by_ring = config.transport == "ring"
         self._channel = channel
         self._process = process
         jit.compile_all()
@@ -69,7 +76,7 @@ class SidecarBook(Book):
             raise InFlightFull(f"message {message.seq} does not fit: the sidecar has not taken the ones before it")
 
     def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
-        if self._ring is not None:
+        if self._sends_by_ring:
             self._fill_ring(self._ring, step, batch, n, sampled, drafts)
             return
         area = self._area
@@ -106,6 +113,25 @@ class SidecarBook(Book):
             raise NotAsTheyAre
         self._seq = seq
         if filled < 0:
+            self._channel.ring_doorbell()
+
+    def _send_from_device(self, link: DeviceLink, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
+        # Whatever the transport is: the sample ring is where a device can write.
+        ring, most = self._ring, self.config.num_spec_tokens
+        widths, brought = [0, 0], [None, None]
+        targets = ring.token_ids, ring.draft_token_ids
+        for index, (name, ids) in enumerate((("sampled_token_ids", sampled), ("draft_token_ids", drafts))):
+            if self._device.holds(ids):
+                widths[index], brought[index] = ids.shape[1] if ids.dim() == 2 else 1, ids
+            elif ids is not None:
+                array = check_ids(name, ids, n, most + 1 - index)
+                widths[index] = stage_ids(array, n, most + 1 - index, targets[index][step % len(targets[index])])
+        slot = self._known_slot(batch)
+        seq = self._next_seq()
+        # ARRIVED may be stored before DESCRIBED or after it: the sidecar looks for one, then for the other.
+        link.bring(step, *brought)
+        self._seq = seq
+        if ring.describe(step, seq, slot, *widths):
             self._channel.ring_doorbell()
 
     # Waiting
@@ -245,6 +271,7 @@ class SidecarBook(Book):
         self._is_closed = True
         self._waiters.wake_all()
         self._finalizer()
+        self._device.close()
         self._segment.close()
 
     def _stop_sidecar(self) -> None:

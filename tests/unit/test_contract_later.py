@@ -16,10 +16,8 @@ CALLS: dict[str, Callable[[Book], Any]] = {
     "logprobs": lambda book: book.submit(book.batch([]), np.zeros(0, np.int32), logprobs=np.zeros((0, 1), np.float32)),
     "stream": lambda book: book.stream("a"),
     "address": lambda book: book.address,
-    "to_device": lambda book: book.frame().to_device(),
-    "torch": lambda book: book.frame().torch,
 }
-OPTIONS: dict[str, Any] = {"max_logprobs": 5, "tokenizer": "tokenizer.json", "device": "cuda:0"}
+OPTIONS: dict[str, Any] = {"max_logprobs": 5, "tokenizer": "tokenizer.json"}
 
 
 @pytest.mark.parametrize("name", CALLS)
