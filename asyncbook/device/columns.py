@@ -20,6 +20,8 @@ def tensor_at(memory: memoryview | np.ndarray, offset: int, num_bytes: int) -> t
     Torch knows no read-only tensors and warns of arrays that are. Here it is given the bare address: reading needs
     nothing else, and a write into read-only pages is stopped by the processor (SIGSEGV), never taken.
     """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     array = np.frombuffer(memory, np.uint8)
     assert offset + num_bytes <= array.nbytes
     block: Any = (ctypes.c_uint8 * num_bytes).from_address(array.ctypes.data + offset)

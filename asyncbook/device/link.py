@@ -84,6 +84,7 @@ class DeviceLink:
         self, names: tuple[str, str], all_ids: tuple[Any, Any], num_rows: int, widths: tuple[int, int]
     ) -> list[Any]:
         """Ids and drafts: those on the device checked, and fetched where it cannot bring them; others as they are."""
+        self.device.current_stream()  # before anything is sent: it must not record a graph
         checked = []
         for name, ids, width in zip(names, all_ids, widths, strict=True):
             if isinstance(ids, torch.Tensor) and self.device.owns(ids):

@@ -266,6 +266,16 @@ def test_g5_ids_of_the_cpu_and_of_the_device_in_one_step(book: Book) -> None:
     book.wait_applied(number, TIMEOUT_S)
 
 
+def test_g5_a_book_without_drafts(make_book: MakeBook) -> None:
+    book = make_book(device="fake", num_spec_tokens=0)
+    row = book.admit("a", [1])
+    number = book.submit(book.batch([row]), torch.tensor([5]))
+    book.wait_applied(number, TIMEOUT_S)
+    assert tokens(book, row) == [1, 5]
+    with refused(book, InvalidBatch, "num_spec_tokens=0"):
+        book.submit(book.batch([row]), torch.tensor([5]), draft_token_ids=torch.tensor([[6]]))
+
+
 # G6: a context on a device that nobody asked for.
 
 
