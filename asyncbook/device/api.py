@@ -80,21 +80,22 @@ def open_device(name: str) -> Device | None:
         from asyncbook.device.fake import FakeDevice
 
         return FakeDevice(int(name.partition(":")[2] or 0))
-    return _open_cuda(name)
-
-
-@cache
-def _open_cuda(name: str) -> Device | None:
-    # Asked in the runner only, and once: a sidecar has neither torch nor a CUDA context.
-    if not torch.cuda.is_available():
+    num_devices = _count_cuda_devices()
+    if num_devices == 0:
         _say_pageable(name, "torch finds no CUDA device here")
         return None
     index = int(name.partition(":")[2]) if ":" in name else torch.cuda.current_device()
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r}, expected one of cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    if index >= num_devices:
+        raise ValueError(f"device is {name!r}, expected one of cuda:0 to cuda:{num_devices - 1}")
     from asyncbook.device.cuda import CudaDevice
 
     return CudaDevice(index)
+
+
+@cache
+def _count_cuda_devices() -> int:
+    """Asked in the runner only, and once: a sidecar has neither torch nor a CUDA context."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @cache

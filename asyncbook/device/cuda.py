@@ -18,7 +18,7 @@ CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for every context of the process, not 
 
 
 class CudaDevice:
-    """`torch.device("cuda", index)`."""
+    """`torch.device("cuda", index)`, for one book: books of two threads must not share the mark."""
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"

@@ -197,10 +197,10 @@ def works_with_pageable_memory(book: Book) -> None:
 @contextmanager
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for cached in (api._open_cuda, api._say_pageable):
+    for cached in (api._count_cuda_devices, api._say_pageable):
         cached.cache_clear()
     yield
-    for cached in (api._open_cuda, api._say_pageable):
+    for cached in (api._count_cuda_devices, api._say_pageable):
         cached.cache_clear()
 
 
