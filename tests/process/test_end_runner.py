@@ -62,7 +62,7 @@ Start = Callable[..., Runner]
 
 @pytest.fixture
 def start(runtime_dir: Path, tmp_path: Path) -> Iterator[Start]:
-    """`start(program, transport="zmq", device=None)`: a runner with one step applied in its book, and then the program."""
+    """`start(program, transport="zmq", device=None)`: a runner; one step is applied, then it runs the program."""
     runners: list[Runner] = []
 
     def begin(program: str, transport: str = "zmq", device: str | None = None) -> Runner:
