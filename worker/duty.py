@@ -22,6 +22,7 @@ from asyncbook.worker.arrival import Arrivals
 from asyncbook.worker.bookkeeper import Bookkeeper
 from asyncbook.worker.idle import Idle, IdlePolicy
 from asyncbook.worker.ledger import Outcome
+from asyncbook.worker.warm import Warmth
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class DutyCycle:
         self._idle_policy = idle_policy
         self._bookkeeper = Bookkeeper(layout, memory, vocab_size, self)
         self._ledger = self._bookkeeper.ledger
+        self._warmth = Warmth(self._ledger)
         self._ring = SampleRingReader(layout, memory)
         self._arrivals = Arrivals(layout.histograms.view(memory)[Histogram.WAIT_FOR_TOKENS])
         self._counters = layout.counters.view(memory)
@@ -116,6 +118,7 @@ class DutyCycle:
         if what is not Idle.SPIN and self._ring.is_submitted(self._ledger.step + 1):
             what = Idle.SPIN  # came since the look
         if what is Idle.SPIN:
+            self._warmth.keep()
             os.sched_yield()
             return True
         if what is Idle.NAP:
@@ -132,6 +135,7 @@ class DutyCycle:
     def _wait_for_ids(self, what: Idle) -> bool:
         """They come from a device, which rings no bell. What comes on the socket meanwhile is behind them in order."""
         if what is Idle.SPIN:
+            self._warmth.keep()
             os.sched_yield()
         else:
             time.sleep(self._arrivals.nap_s())
