@@ -67,6 +67,9 @@ class Device(Protocol):
     def wait(self, event: Event) -> None:
         """Until the device has come past the mark."""
 
+    def synchronize(self) -> None:
+        """Until the device has done everything, whoever asked for it."""
+
     def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         """A copy in the memory of the CPU; waits for what the current stream makes of the tensor."""
 

@@ -102,6 +102,9 @@ class CudaDevice:
     def wait(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
     def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         array: np.ndarray = tensor.detach().cpu().numpy()
         return array

@@ -71,7 +71,7 @@ class FakeDevice:
 
     def __init__(self, seed: int = 0) -> None:
         self.name = f"fake:{seed}"
-        self._num_streams = 0
+        self._streams: weakref.WeakSet[FakeStream] = weakref.WeakSet()
         self._current = self.new_stream()
         self.registered: dict[int, int] = {}  # bytes by address
 
@@ -91,8 +91,9 @@ class FakeDevice:
         return torch.full(shape, 77, dtype=dtype)
 
     def new_stream(self) -> FakeStream:
-        self._num_streams += 1
-        return FakeStream(f"{self.name} {self._num_streams}")
+        stream = FakeStream(f"{self.name} {len(self._streams)}")
+        self._streams.add(stream)
+        return stream
 
     def current_stream(self) -> FakeStream:
         return self._current
@@ -153,6 +154,11 @@ class FakeDevice:
 
     def wait(self, event: threading.Event) -> None:
         _wait(event)
+
+    def synchronize(self) -> None:
+        for stream in list(self._streams):
+            with self.on(stream):
+                self.wait(self.record())
 
     def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         self.wait(self.record())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,10 +30,18 @@ def open_link(device_name: str, segment: Segment, *, has_ring: bool) -> DeviceLi
 
 
 def _unregister(device: Device, addresses: list[int], memory: memoryview, owner_pid: int) -> None:
-    """Before the mapping goes: `memory` is held until here."""
+    """Before the mapping goes: `memory` is held until here. Nothing is pending on it any more."""
     if os.getpid() == owner_pid:  # a forked child has no CUDA, and the pages are its parent's
         while addresses:
             device.unregister(addresses.pop())
+
+
+def _abandon(device: Device, addresses: list[int], memory: memoryview, owner_pid: int) -> None:
+    """For a book that nobody closed: what is pending, nobody else knows."""
+    if addresses and os.getpid() == owner_pid:
+        with suppress(RuntimeError):  # at the end of the interpreter the device may be gone
+            device.synchronize()
+        _unregister(device, addresses, memory, owner_pid)
 
 
 class DeviceLink:
@@ -51,7 +60,7 @@ class DeviceLink:
         address = frames.data_ptr() - (layout.frames_offset - base)
         addresses: list[int] = []
         # At `close`, when the book is collected, or when the interpreter ends: unregistered first, then unmapped.
-        self._finalizer = weakref.finalize(self, _unregister, device, addresses, memory, os.getpid())
+        self._finalizer = weakref.finalize(self, _abandon, device, addresses, memory, os.getpid())
         is_pinned = True
         # The ring and the frames are written by different sides and mapped apart elsewhere: two ranges, once each.
         for start, num_bytes in ((address, ring_bytes), (frames.data_ptr(), frames_bytes)):
@@ -115,13 +124,15 @@ class DeviceLink:
 
     def close(self, pending: list[Event]) -> None:
         """Waits for what is pending, and lets the pages go. Idempotent."""
-        if not self._finalizer.alive:
+        abandoned = self._finalizer.detach()
+        if abandoned is None:
             return
         for event in pending:
             self.device.wait(event)
         if self._ring is not None:
             self._ring.wait()
-        self._finalizer()
+        _, _, arguments, _ = abandoned
+        _unregister(*arguments)
 
 
 class DeviceRing:

@@ -341,8 +341,10 @@ def test_g6_pages_are_registered_once_and_let_go(make_book: MakeBook, kind: str)
     assert device.registered == {}
     other = make_book(device="fake", fresh=True)
     device = device_of(other)
-    if kind == "embedded":  # nobody closes it; a sidecar's is kept by the fixture
-        link = other._device.link
-        assert link is not None
-        link._finalizer()
-        assert device.registered == {}
+    step(other, [], [])
+    link = other._device.link
+    assert link is not None
+    other.frame().to_device()
+    link._finalizer()  # of a book that nobody closes: what is pending is waited for
+    assert device.registered == {}
+    assert all(device.is_done(event) for event in other._copies.events())
