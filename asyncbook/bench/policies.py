@@ -36,7 +36,7 @@ SLEEPING: dict[str, dict[str, Any]] = {
 SPINNING: dict[str, dict[str, Any]] = {
     f"{transport}, spins": {"transport": transport, "spin_us": NEVER_SLEEPS_US} for transport in TRANSPORTS
 }
-ON_THE_RUNNERS_CORE = "ring, spins on the runner's core"
+ON_THE_RUNNERS_CORE = "ring, spins, same core"
 
 
 def _cpu_s(pid: int) -> float:
@@ -103,9 +103,9 @@ def measure_all(num_rows: int, num_steps: int, interval_ms: float) -> dict[str, 
 def _table(num_rows: int, interval_ms: float, results: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    title = f"{num_rows} rows, a step each {interval_ms:g} ms: us of the runner a step, and until it was published"
+    title = f"{num_rows} rows, a step each {interval_ms:g} ms: runner's us, us until published, sidecar's CPU"
     table = Table(title=title, title_justify="left")
-    for heading in ("arm", "submit p50", "p99", "published p50", "p99", "sidecar, of a core"):
+    for heading in ("arm", "submit", "p99", "published", "p99", "of a core"):
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for name, arm in results.items():
         numbers = [arm[key][percent] for key in ("submit_us", "published_us") for percent in ("p50", "p99")]
