@@ -40,6 +40,7 @@ stress: $(VENV)/.installed  ## long runs: a million operations against the refer
 bench: $(VENV)/.installed  ## the benchmarks, with JSON and pictures in bench-out/
 	mkdir -p bench-out
 	$(BIN)/asyncbook bench critical-path --json bench-out/critical-path.json
+	$(BIN)/asyncbook bench policies --json bench-out/policies.json
 	$(BIN)/asyncbook bench updates --json bench-out/updates.json --plot bench-out/updates.png
 
 mutate: $(VENV)/.installed  ## puts small faults into a copy, one at a time: the tests must find each

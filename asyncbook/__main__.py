@@ -37,6 +37,8 @@ else:
         {
             "critical-path": "asyncbook.bench.critical_path:critical_path_command",
             "text": "asyncbook.bench.text:text_command",
+            "gpu": "asyncbook.bench.gpu:gpu_command",
+            "policies": "asyncbook.bench.policies:policies_command",
             "updates": "asyncbook.bench.updates:updates_command",
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",

@@ -9,9 +9,9 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from asyncbook.ipc.layout import INT32_MAX, NUM_HISTOGRAM_BUCKETS, Counter, RowC
 from asyncbook.ipc.layout import Histogram as HistogramRow
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import Segment
+from asyncbook.on_device import DeviceSide
 from asyncbook.outputs import RequestNames
 from asyncbook.reader import OutputsReader
 from asyncbook.rows import HeldRow, Row, RowRegistry
@@ -46,9 +47,17 @@ from asyncbook.stats import (
     spec_decode_stats,
 )
 
+if TYPE_CHECKING:
+    from asyncbook.device.link import DeviceLink
+
+
+_PLAIN = (np.ndarray, type(None))  # drafts that need no look
+
 
 class Book(OutputsReader):
     """A book, used from one thread. Made by `asyncbook.open` or `asyncbook.spawn`."""
+
+    _has_ring = False  # whether somebody takes steps from the sample ring
 
     def __init__(self, config: BookConfig, segment: Segment) -> None:
         super().__init__()
@@ -74,6 +83,8 @@ class Book(OutputsReader):
         self._known_applied_step = 0
         self._seq = 0
         self._ended_by: PeerError | None = None  # what ended the book, once that is known: later calls fail at once
+        self._device = DeviceSide(config.device, segment, self._frames, has_ring=self._has_ring)
+        self._copies = self._device.copies
 
     # Where a book differs from another
 
@@ -232,24 +243,48 @@ class Book(OutputsReader):
                 f"step {step} does not fit: step {self._known_applied_step} is applied, "
                 f"at most {self._max_in_flight} may be in flight"
             )
+        if self._copies.pending:
+            self._copies.check_room(step)
         if draft_token_ids is not None and self.config.num_spec_tokens == 0:
             raise InvalidBatch("draft_token_ids came, but the book was made with num_spec_tokens=0")
         if batch.registry is not self._rows:
             raise InvalidBatch("the batch is another book's, expected one that this book's batch() made")
         n = len(batch.rows)
-        if type(sampled_token_ids) is not np.ndarray:
-            sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
-        try:
-            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids)
-        except NotAsTheyAre:
-            # This says what is wrong with the ids, or mends it.
-            sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
-            if draft_token_ids is not None:
-                draft_token_ids = check_ids("draft_token_ids", draft_token_ids, n, self._max_width - 1)
-            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids)
+        if type(sampled_token_ids) is np.ndarray and type(draft_token_ids) in _PLAIN:
+            self._send_arrays(step, batch, n, sampled_token_ids, draft_token_ids)
+        else:
+            self._send_tensors(step, batch, n, sampled_token_ids, draft_token_ids)
         self._submitted_step = step
         self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
         return step
+
+    def _send_arrays(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+        try:
+            self._send_step(step, batch, n, sampled, drafts)
+        except NotAsTheyAre:
+            # This says what is wrong with the ids, or mends it.
+            sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)
+            if drafts is not None:
+                drafts = check_ids("draft_token_ids", drafts, n, self._max_width - 1)
+            self._send_step(step, batch, n, sampled, drafts)
+
+    def _send_tensors(self, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
+        """`_send_arrays` for ids that are no arrays, or not both: on a device, or tensors of the CPU."""
+        link = self._device.link_to(sampled, drafts)
+        if link is not None:
+            widths = self._max_width, self._max_width - 1
+            sampled, drafts = link.check_or_fetch(
+                ("sampled_token_ids", "draft_token_ids"), (sampled, drafts), n, widths
+            )
+            if link.brings_ids:
+                self._send_from_device(link, step, batch, n, sampled, drafts)
+                return
+        sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)
+        self._send_arrays(step, batch, n, sampled, drafts)
+
+    def _send_from_device(self, link: DeviceLink, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
+        """`_send_step` for ids on a device that brings them. Those of the CPU may be arrays or tensors."""
+        raise NotImplementedError
 
     @abstractmethod
     def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
@@ -269,11 +304,16 @@ class Book(OutputsReader):
 
     def wait_room(self, timeout_s: float | None = None) -> None:
         """Until one more `submit` fits. Raises `SidecarTimeout`, `SidecarDied`."""
+        deadline = None if timeout_s is None else monotonic() + timeout_s
         self.wait_applied(self._room_step(), timeout_s)
+        if self._copies.pending:
+            self._copies.wait_room(self._submitted_step + 1, deadline)
 
     async def room(self) -> None:
         """`wait_room` for an event loop."""
         await self.applied(self._room_step())
+        if self._copies.pending:
+            await self._copies.room(self._submitted_step + 1)
 
     def _check_submitted(self, step: int) -> None:
         if step > self._submitted_step:
@@ -300,7 +340,7 @@ class Book(OutputsReader):
         elif step > applied_step:
             raise NotApplied(f"step {step} is not applied, the last applied one is step {applied_step}")
         self._check_frame(step)
-        return Frame(step, self._frames, self._check_frame)
+        return Frame(step, self._frames, self._copies, self._check_frame)
 
     def _check_frame(self, step: int) -> None:
         if step < 0 or self._submitted_step - step >= self._frames.num_frames:
@@ -342,6 +382,7 @@ class Book(OutputsReader):
             messages=self._seq,
             submit_us=Histogram(np.array(self._submit_histogram, np.int64)),
             apply_us=Histogram(self._histograms[HistogramRow.APPLY].copy()),
+            wait_for_tokens_us=Histogram(self._histograms[HistogramRow.WAIT_FOR_TOKENS].copy()),
         )
 
     def spec_decode_stats(self, row: Row | None = None) -> SpecDecodeStats:

@@ -117,5 +117,6 @@ class EmbeddedBook(Book):
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
+            self._device.close()
             self._segment.close()
             self._queue.wake_readers()

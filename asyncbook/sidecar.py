@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
 from asyncbook.supervisor import Link, Supervisor
 from asyncbook.waiting import DescriptorWaiters
 
+if TYPE_CHECKING:
+    from asyncbook.device.link import DeviceLink
+
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
 SEND_TIMEOUT_MS = 100
 FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs; a live sidecar needs microseconds
@@ -34,6 +38,8 @@ FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs;
 
 class SidecarBook(Book):
     """Made by `asyncbook.spawn`; ready when that returns."""
+
+    _has_ring = True
 
     def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel, process: SidecarProcess) -> None:
         super().__init__(config, segment)
@@ -49,8 +55,9 @@ class SidecarBook(Book):
         self._waits_for_room = SharedWord(words, Word.WAITS_FOR_ROOM)
         self._outputs_log = OutputsLogReader(self._layout, memory, runner_part)
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
-        self._ring = SampleRingWriter(self._layout, runner_part, words) if config.transport == "ring" else None
         self._checkpoint_seq = SharedWord(words, Word.CHECKPOINT_SEQ)
+        self._ring = SampleRingWriter(self._layout, runner_part, words)
+        self._sends_by_ring = config.transport == "ring"
         self._channel = channel
         self._process = process
         self._journal = Journal()
@@ -86,7 +93,7 @@ class SidecarBook(Book):
             self._journal.trim(self._checkpoint_seq.load_acquire())
 
     def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
-        if self._ring is not None:
+        if self._sends_by_ring:
             self._fill_ring(self._ring, step, batch, n, sampled, drafts)
             return
         area = self._area
@@ -123,6 +130,29 @@ class SidecarBook(Book):
         self._journal.add_step(seq, None, batch)
         self._trim_journal()
         if filled < 0:
+            self._channel.ring_doorbell()
+
+    def _send_from_device(self, link: DeviceLink, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
+        # Whatever the transport is: the sample ring is where a device can write.
+        if self._supervisor.is_down:
+            self._check_alive()
+        ring, most = self._ring, self.config.num_spec_tokens
+        widths, brought = [0, 0], [None, None]
+        targets = ring.token_ids, ring.draft_token_ids
+        for index, (name, ids) in enumerate((("sampled_token_ids", sampled), ("draft_token_ids", drafts))):
+            if self._device.holds(ids):
+                widths[index], brought[index] = ids.shape[1] if ids.dim() == 2 else 1, ids
+            elif ids is not None:
+                array = check_ids(name, ids, n, most + 1 - index)
+                widths[index] = stage_ids(array, n, most + 1 - index, targets[index][step % len(targets[index])])
+        slot = self._known_slot(batch)
+        seq = self._next_seq()
+        # ARRIVED may be stored before DESCRIBED or after it: the sidecar looks for one, then for the other.
+        link.bring(step, *brought)
+        self._seq = seq
+        self._journal.add_step(seq, None, batch)
+        self._trim_journal()
+        if ring.describe(step, seq, slot, *widths):
             self._channel.ring_doorbell()
 
     # The sidecar's end, and the next one
@@ -304,6 +334,7 @@ class SidecarBook(Book):
         self._is_closed = True
         self._waiters.forget_all()
         self._finalizer()
+        self._device.close()
         self._segment.close()
 
     def _stop_sidecar(self) -> None:

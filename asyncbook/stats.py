@@ -49,7 +49,9 @@ class Histogram:
 class Stats:
     """What a book has done. `submitted_tokens == committed_tokens + sum(dropped_tokens.values())`, always: nothing
     vanishes. `dropped_tokens` by reason, `finished_requests` by `FinishReason`. `messages` were sent; `submit_us` is
-    what `submit` took in the runner, `apply_us` what the bookkeeper took for a step, its outputs aside."""
+    what `submit` took in the runner, `apply_us` what the bookkeeper took for a step, its outputs aside.
+    `wait_for_tokens_us`: for each step that came through the sample ring, how long the sidecar saw it submitted before
+    its ids were there, which a device brings later; 0 where they were there at the first look."""
 
     submitted_steps: int
     applied_steps: int
@@ -69,6 +71,7 @@ class Stats:
     bad_messages: int
     submit_us: Histogram
     apply_us: Histogram
+    wait_for_tokens_us: Histogram
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,12 +103,14 @@ NO_WAKE = 2**62
 class SlotWord(IntEnum):
     """int64 words in the header of a sample ring's slot: two cache lines."""
 
-    DESCRIBED = 0  # release-stored by the runner: the step that the words behind it, and the drafts, are of
+    DESCRIBED = 0  # release-stored by the runner: the step that the words behind it are of
     MESSAGE_SEQ = 1
     BATCH_SLOT = 2
     WIDTH = 3  # ids a row
     DRAFT_WIDTH = 4  # drafts a row; 0: none were given
-    ARRIVED = WORDS_PER_LINE  # the step whose ids are in the slot; written by whoever brought them, after them
+    ARRIVED = (
+        WORDS_PER_LINE  # the step whose ids and drafts are in the slot; written by whoever brought them, after them
+    )
 
 
 class Stamp(IntEnum):
@@ -246,6 +248,7 @@ class Histogram(IntEnum):
     """Histograms of the BOOKKEEPER part: time in nanoseconds, log buckets, one row each."""
 
     APPLY = 0
+    WAIT_FOR_TOKENS = 1  # from the first look at a submitted step in the ring until its ids were there
 
 
 # A bucket is the position of the leading bit and the three bits below it: at most 1/8 too wide, 0 ns to 36 minutes.

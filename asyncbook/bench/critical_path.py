@@ -131,7 +131,7 @@ def measure(
     return costs
 
 
-def _percentiles_us(durations_ns: list[int]) -> dict[str, float]:
+def percentiles_us(durations_ns: list[int]) -> dict[str, float]:
     values = np.percentile(durations_ns, PERCENTS) / 1000
     return {name: round(float(value), 1) for name, value in zip(PERCENTILES, values, strict=True)}
 
@@ -141,11 +141,11 @@ def summary(costs: dict[str, Costs]) -> dict[str, dict[str, Any]]:
     loop's median and 99th percentile that the runner paid."""
     arms: dict[str, dict[str, Any]] = {}
     for name, cost in costs.items():
-        runner = _percentiles_us(cost.runner_ns)
+        runner = percentiles_us(cost.runner_ns)
         loop = arms.get("loop", {"runner_us": runner})["runner_us"]
         arms[name] = {
             "runner_us": runner,
-            "published_us": _percentiles_us(cost.applied_ns),
+            "published_us": percentiles_us(cost.applied_ns),
             "share_of_loop_p50": round(runner["p50"] / loop["p50"], 4),
             "share_of_loop_p99": round(runner["p99"] / loop["p99"], 4),
         }

@@ -15,10 +15,8 @@ from tests.conftest import MakeBook, refused, step
 CALLS: dict[str, Callable[[Book], Any]] = {
     "logprobs": lambda book: book.submit(book.batch([]), np.zeros(0, np.int32), logprobs=np.zeros((0, 1), np.float32)),
     "address": lambda book: book.address,
-    "to_device": lambda book: book.frame().to_device(),
-    "torch": lambda book: book.frame().torch,
 }
-OPTIONS: dict[str, Any] = {"max_logprobs": 5, "device": "cuda:0"}
+OPTIONS: dict[str, Any] = {"max_logprobs": 5}
 
 
 @pytest.mark.parametrize("name", CALLS)

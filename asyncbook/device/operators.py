@@ -1,7 +1,7 @@
-"""The only module of the core that knows torch, and only where the caller passes a tensor.
+"""Tensors of the caller's own: batched updates as torch operators, and the ids of a step as a numpy array.
 
-Importing it makes two operators. They work in place on a tensor [R, L] of int32, int64, bool or float32, contiguous or
-strided; `rows`, `starts` and `lengths` are int32 or int64 tensors of n entries on its device:
+Importing this makes two operators. They work in place on a tensor [R, L] of int32, int64, bool or float32, contiguous
+or strided; `rows`, `starts` and `lengths` are int32 or int64 tensors of n entries on its device:
 
     torch.ops.asyncbook.assign_spans_(tensor, rows, starts, lengths, values)
         tensor[rows[i], starts[i] : starts[i] + lengths[i]] = the next lengths[i] of `values`, sum(lengths) elements of
@@ -39,7 +39,7 @@ def host_array(name: str, tensor: Any) -> np.ndarray:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidBatch(f"{name} is a {type(tensor).__name__}, expected a numpy array or a torch tensor")
     if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{name} on {tensor.device}: tensors on a device are not part of this version yet")
+        raise InvalidBatch(f"{name} is on {tensor.device}, expected a tensor on the CPU or on a CUDA device")
     if tensor.dtype not in (torch.int32, torch.int64):
         raise InvalidBatch(f"{name} is {tensor.dtype}, expected torch.int32 or torch.int64")
     array: np.ndarray = tensor.detach().numpy()
