@@ -18,10 +18,12 @@ from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import layout_hash
 
 MAX_MESSAGE_BYTES = 1 << 30
+MAX_STOP_IDS = 1 << 16  # of a request
+MAX_REQUEST_ID_BYTES = 1 << 16
 NUM_BATCH_SLOTS = 32  # batches the book remembers; the runner describes an older one again
 
 
-class Command(msgspec.Struct, array_like=True, gc=False):
+class Command(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """Runner to sidecar. `seq` counts from 1."""
 
     seq: int
@@ -104,14 +106,14 @@ class Stop(Command, tag=10):
     """The last message: apply what came before, flush, end."""
 
 
-class RestoredRow(msgspec.Struct, array_like=True):
+class RestoredRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What a request in a row was admitted with and the segment does not hold."""
 
     row: int
     stop_ids: list[int]  # of the user, and end-of-sequence ids that count
 
 
-class RestoredBatch(msgspec.Struct, array_like=True):
+class RestoredBatch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What a batch slot held; see `DescribeBatch`."""
 
     slot: int
@@ -139,7 +141,7 @@ class BatchField:
 DEFAULT_SCHEDULED = -1
 
 
-class Setup(msgspec.Struct, array_like=True):
+class Setup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """First thing in the sidecar's lifetime pipe: what it needs and does not find in the segment."""
 
     token: bytes
@@ -156,7 +158,7 @@ class Setup(msgspec.Struct, array_like=True):
 SETUP_LENGTH = struct.Struct("<I")
 
 
-class Event(msgspec.Struct, array_like=True):
+class Event(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Sidecar to runner."""
 
 
@@ -222,7 +224,8 @@ encode = _encoder.encode
 def _decode(decoder: Any, data: memoryview | bytes, what: str) -> Any:
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+    # ValidationError is a DecodeError. The last two: nested too deeply, or longer than there is memory.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise BadMessage(f"{what} of {len(data)} bytes does not decode: {error}") from error
 
 
