@@ -7,6 +7,7 @@ applies each once. Arrays travel as raw little-endian bytes and are read without
 from __future__ import annotations
 
 import hashlib
+import signal
 import struct
 import typing
 from typing import Any
@@ -15,9 +16,9 @@ import msgspec
 import numpy as np
 
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import layout_hash
+from asyncbook.ipc.layout import Layout, layout_hash
 
-MAX_MESSAGE_BYTES = 1 << 30
+MAX_EVENT_BYTES = 1 << 16
 MAX_STOP_IDS = 1 << 16  # of a request
 MAX_REQUEST_ID_BYTES = 1 << 16
 NUM_BATCH_SLOTS = 32  # batches the book remembers; the runner describes an older one again
@@ -150,9 +151,14 @@ class Setup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     spin_us: int
     idle_policy: str
     sidecar_cpu: int | None
+    runner_pid: int
+    max_command_bytes: int
     is_restart: bool  # another sidecar had the segment before: wait for `Restore`
     schema_hash: str
 
+
+# Sent to whole groups of processes, they are the runner's to answer.
+RUNNER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # The set-up goes through a pipe: its length, then its bytes.
 SETUP_LENGTH = struct.Struct("<I")
@@ -199,6 +205,17 @@ class Fault(Event, tag=5):
 
 AnyCommand = Admit | DescribeBatch | Step | Abort | Preempt | Resume | Rewind | Release | Barrier | Stop | Restore
 AnyEvent = Compiling | Ready | Refused | Wake | Fault
+
+
+def max_command_bytes(layout: Layout) -> int:
+    """No command of a right runner is longer. Numbers take 9 bytes at most, and 5 stand in front of an array."""
+    n = layout.max_num_reqs
+    admission = MAX_REQUEST_ID_BYTES + 5 * layout.max_model_len + 9 * MAX_STOP_IDS
+    batch = 4 * BatchField.COUNT * n
+    step = 4 * n * (1 + 2 * layout.num_spec_tokens)
+    # As many stop ids as all rows may have are more than any message should bring: a book of a few rows with many.
+    restore = NUM_BATCH_SLOTS * (batch + 64) + min(n * 9 * MAX_STOP_IDS, 1 << 30) + 64 * n
+    return max(admission, batch, step, restore) + 4096
 
 
 def schema_hash() -> str:
