@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from asyncbook.ipc.errors import InvalidRequest
 from asyncbook.ipc.layout import INT32_MAX, MAX_IN_FLIGHT, MAX_POSITIONS, MAX_ROWS, MAX_SPEC_TOKENS, Layout
+from asyncbook.ipc.wire import MAX_STOP_IDS
 
 TRANSPORTS = ("zmq", "ring")
 RESTARTS = ("replay", "fail")
@@ -124,6 +125,9 @@ class RequestParams:
             _check_ids("eos_token_id", self.eos_token_id)
         _check_ids("eos_token_id", self.eos_token_ids)
         _check_ids("stop_token_ids", self.stop_token_ids)
+        num_stop_ids = len(self.eos_token_ids) + len(self.stop_token_ids)
+        if num_stop_ids > MAX_STOP_IDS:
+            raise InvalidRequest(f"eos_token_id and stop_token_ids hold {num_stop_ids} ids, at most {MAX_STOP_IDS}")
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the string {self.stop!r}, expected a sequence of strings")
         _check_strings("stop", self.stop)

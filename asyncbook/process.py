@@ -59,14 +59,20 @@ class SidecarProcess:
         command = [sys.executable, "-P", "-m", SIDECAR_MODULE, *map(str, descriptors)]
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with self._log_path.open("wb") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=descriptors,
-                env=environment,
-            )
+            # The sidecar inherits the mask, and lifts it once it ignores these: until then they would end it. Meant for
+            # the runner, they reach it a moment later.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, wire.RUNNER_SIGNALS)
+            try:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=descriptors,
+                    env=environment,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _hand_over_setup(self, config: BookConfig, directory: Path, is_restart: bool) -> None:
         setup = wire.encode(
@@ -78,6 +84,8 @@ class SidecarProcess:
                 config.spin_us,
                 config.idle_policy,
                 config.sidecar_cpu,
+                os.getpid(),
+                wire.max_command_bytes(config.layout),
                 is_restart,
                 wire.schema_hash(),
             )

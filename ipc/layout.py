@@ -50,6 +50,7 @@ MAX_SPEC_TOKENS = 256
 
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 
 
 class FinishReason(IntEnum):

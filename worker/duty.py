@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 NAP_MS = 1
 MAX_LOGGED_KINDS = 100
+_NUMBERS = re.compile(r"-?[0-9]+")
 
 
 class DutyCycle:
@@ -124,7 +126,7 @@ class DutyCycle:
 
     def _count_bad(self, reason: str) -> None:
         self._counters[Counter.BAD_MESSAGES] += 1
-        kind = reason.split(":")[0]
+        kind = _NUMBERS.sub("#", reason.split(":")[0])
         if kind not in self._logged_kinds and len(self._logged_kinds) < MAX_LOGGED_KINDS:
             self._logged_kinds.add(kind)
             logger.warning("skipped a bad message (further ones of this kind are only counted): %s", reason)
@@ -183,16 +185,19 @@ class DutyCycle:
         return True
 
     def _apply(self, message: wire.AnyCommand) -> Outcome:
+        is_restore = type(message) is wire.Restore
         try:
+            if is_restore is not self._waits_for_restore:
+                raise BadMessage("what was before a restart comes first after one, and at no other time")
             outcome = self._bookkeeper.apply(message)
         except BadMessage as error:
-            if message.seq != self._ledger.applied_seq + 1:
+            # A sidecar that cannot take over says so and ends: the runner waits for it.
+            if self._waits_for_restore or message.seq > self._ledger.applied_seq + 1:
                 raise
             # Refused with nothing changed. Were it the runner's own, its next message would show the gap.
             self._count_bad(str(error))
             return Outcome.REPLAYED
-        if isinstance(message, wire.Restore):
-            self._waits_for_restore = False
+        self._waits_for_restore = False
         if isinstance(message, wire.Step):
             self._after_step()
         else:
