@@ -24,10 +24,12 @@ from asyncbook.ipc.errors import HandshakeFailed
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, its closing zero aside
 SOCKET_NAMES = ("commands", "events")
 
+MAX_QUEUED_COMMANDS = 8192
+
 # option: (commands, events)
 SOCKET_OPTIONS: dict[int, tuple[int, int]] = {
     zmq.LINGER: (0, 0),
-    zmq.SNDHWM: (8192, 64),
+    zmq.SNDHWM: (MAX_QUEUED_COMMANDS, 64),
     zmq.RCVHWM: (1024, 64),
     zmq.MAXMSGSIZE: (wire.MAX_MESSAGE_BYTES,) * 2,
     # Connect only once the peer is there: a message sent too early is an error, not a queue that fills unseen.

@@ -169,9 +169,7 @@ class OutputsLogWriter:
         note[DropWord.CHECKPOINT] = self._checkpoint + 1
         self._num_drops += 1
 
-    def take_over_from(
-        self, checkpoint: int, outputs: int, overflow: int, number: int
-    ) -> tuple[list[Record], list[int]]:
+    def take_over(self, checkpoint: int, outputs: int, overflow: int, number: int) -> tuple[list[Record], list[int]]:
         """What the predecessor delivered and dropped behind its last checkpoint, which was of this number, and written
         with the logs at these positions: (records in order, request numbers)."""
         records = [*self.outputs.records_since(outputs), *self.overflow.records_since(overflow)]

@@ -98,7 +98,7 @@ class Checkpoints:
         ledger.work[Field.IS_DIRTY] = NUM_CHECKPOINTS
         ledger.history_lengths[:] = kernels.ALL_ROWS
         rows_by_request = self._rows_by_request()
-        records, dropped = log.take_over_from(self._number, outputs_from, overflow_from, number)
+        records, dropped = log.take_over(self._number, outputs_from, overflow_from, number)
         for record in records:
             self._count_delivered(record, rows_by_request)
         for request_no in dropped:
@@ -150,7 +150,7 @@ class Checkpoints:
         self._count_end(request_no, rows_by_request)
 
     def _count_end(self, request_no: int, rows_by_request: dict[int, int]) -> None:
-        """Where the checkpoint knows the request's end, that is delivered; else it will happen, and is to be skipped."""
+        """Where the checkpoint knows the request's end, that is delivered; else it will happen, and be skipped."""
         row = rows_by_request.pop(request_no, None)
         if row is not None:
             self._ledger.outbox.remove(row)
