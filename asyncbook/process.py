@@ -46,8 +46,9 @@ class SidecarProcess:
         finally:
             os.close(lifetime_read)
         self.pid = self._popen.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = -1
         try:
+            self.pidfd = os.pidfd_open(self.pid)
             self._hand_over_setup(config, channel.directory, is_restart)
         except BaseException:
             self.kill()
@@ -127,11 +128,12 @@ class SidecarProcess:
 
     def has_become_ready(self) -> bool:
         """Whether a sidecar that nobody waits for has said that it is ready. Raises where it refuses; one that cannot
-        start will end, which is noticed elsewhere."""
+        start will end, which is noticed elsewhere. Receives all that came: a channel's descriptor tells of nothing more
+        before that."""
+        is_ready = False
         while (data := self._channel.receive_event()) is not None:
-            if self._is_ready(self._decode(data)):
-                return True
-        return False
+            is_ready |= self._is_ready(self._decode(data))
+        return is_ready
 
     def _is_ready(self, event: wire.AnyEvent) -> bool:
         if isinstance(event, wire.Compiling):

@@ -26,10 +26,12 @@ SOCKET_NAMES = ("commands", "events")
 # An option of libzmq that pyzmq has no name for: processes of other users are turned away when they connect.
 _IPC_FILTER_UID = 59
 
+MAX_QUEUED_COMMANDS = 8192
+
 # option: (commands, events)
 SOCKET_OPTIONS: dict[int, tuple[int, int]] = {
     zmq.LINGER: (0, 0),
-    zmq.SNDHWM: (8192, 64),
+    zmq.SNDHWM: (MAX_QUEUED_COMMANDS, 64),
     zmq.RCVHWM: (1024, 64),
     # Connect only once the peer is there: a message sent too early is an error, not a queue that fills unseen.
     zmq.IMMEDIATE: (1, 1),

@@ -86,7 +86,8 @@ class Word(IntEnum):
     OUTPUTS_WRITTEN = 4 * WORDS_PER_LINE  # lines of the outputs log that were ever written
     OVERFLOW_WRITTEN = 5 * WORDS_PER_LINE  # the same of the overflow log
     WAITS_FOR_ROOM = 6 * WORDS_PER_LINE  # 1: outputs wait for the reader, who rings the doorbell when it has read
-    CHECKPOINT_SEQ = 7 * WORDS_PER_LINE  # release-stored last: sequence number of the newest whole checkpoint
+    CHECKPOINT = 7 * WORDS_PER_LINE  # release-stored last: how many checkpoints were written; the newest is whole
+    CHECKPOINT_SEQ = 8 * WORDS_PER_LINE  # sequence number of the newest checkpoint, stored right after
 
 
 class RunnerWord(IntEnum):
@@ -178,15 +179,22 @@ class Field(IntEnum):
 class CheckpointWord(IntEnum):
     """int64 words in the header of a checkpoint: one line."""
 
-    SEQ = 0  # of the last message that is in it; INCOMPLETE while it is written
+    SEQ = 0  # of the last message that is in it
     STEP = 1  # of the last step that is in it; its frame is whole
     OUTPUTS_WRITTEN = 2  # lines of the outputs log that were written by then
     OVERFLOW_WRITTEN = 3  # the same of the overflow log
     OUTPUTS_NUMBER = 4  # of the last delivery
 
 
-INCOMPLETE = -1
-NUM_CHECKPOINTS = 2
+NUM_CHECKPOINTS = 2  # number n lies in slot n % NUM_CHECKPOINTS; the first is number 1
+MAX_MESSAGES_BETWEEN_CHECKPOINTS = 512  # without a step among them; a step has a checkpoint of its own
+
+
+class DropWord(IntEnum):
+    """int64 words of a note that what a request had to deliver was dropped."""
+
+    REQUEST_NO = 0
+    CHECKPOINT = 1  # stored last: the number of the checkpoint that will know of it; the note holds until then
 
 
 class RecordWord(IntEnum):
@@ -383,10 +391,16 @@ class Layout:
         offset = self.checkpoint_work(slot).end
         return _region(f"checkpoint_row_counters[{slot}]", offset, self.row_counters.shape, np.int64)
 
+    @property
+    def drops(self) -> Region:
+        """int64 [notes, words of `DropWord`]: what was dropped since the newest checkpoint; a message drops one."""
+        shape = (MAX_MESSAGES_BETWEEN_CHECKPOINTS, len(DropWord))
+        return _region("drops", self._checkpoint_offset(NUM_CHECKPOINTS), shape, np.int64)
+
     # RUNNER part
     @property
     def runner_offset(self) -> int:
-        return _round_up(self._checkpoint_offset(NUM_CHECKPOINTS), PAGE_BYTES)
+        return _round_up(self.drops.end, PAGE_BYTES)
 
     @property
     def runner_words(self) -> Region:
@@ -473,8 +487,8 @@ def layout_hash() -> str:
     checkpoint = [sample.checkpoint_header(1), sample.checkpoint_counters(1), sample.checkpoint_work(1)]
     parts = [repr([sample.frame_int32(1), sample.frame_uint8(1), *checkpoint, *regions])]
     for words in (
-        Owner, Word, RunnerWord, SlotWord, Stamp, Column, Field, CheckpointWord, RecordWord, Counter, RowCounter,
-        Histogram, FinishReason,
+        Owner, Word, RunnerWord, SlotWord, Stamp, Column, Field, CheckpointWord, DropWord, RecordWord, Counter,
+        RowCounter, Histogram, FinishReason,
     ):  # fmt: skip
         parts.append(repr([(word.name, word.value) for word in words]))
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

@@ -54,7 +54,7 @@ class Bookkeeper:
         self._reader = reader
         self._checkpoints = None if log is None else Checkpoints(layout, memory, self.ledger, log)
         if self._checkpoints is not None:
-            self.ledger.before_clearing = self.flush
+            self.ledger.before_clearing = self._flush
             self._checkpoints.take_over()
             # Its frame was whole before its checkpoint was: the predecessor only did not come to say so.
             self._published_step.store_release(self.ledger.step)
@@ -66,6 +66,7 @@ class Bookkeeper:
         if outcome is _STEP:
             self._publish(start_ns)
         elif self._checkpoints is not None and self._checkpoints.is_due:
+            self._flush()  # what departed from a row is nowhere else
             self._checkpoints.write()
         return outcome
 
@@ -93,6 +94,14 @@ class Bookkeeper:
 
     def flush(self) -> bool:
         """Hands what is to be delivered to the reader. False where the reader takes no more for now."""
+        is_all = self._flush()
+        while not is_all and self._checkpoints is not None and self._checkpoints.makes_room:
+            self._checkpoints.write()
+            is_all = self._flush()
+        return is_all
+
+    def _flush(self) -> bool:
+        """`flush` as far as is possible in the middle of a message, too, when there can be no checkpoint."""
         outbox = self.ledger.outbox
         if outbox.is_empty:
             return True
