@@ -37,6 +37,7 @@ else:
         {
             "critical-path": "asyncbook.bench.critical_path:critical_path_command",
             "updates": "asyncbook.bench.updates:updates_command",
+            "vllm": "asyncbook.bench.vllm:vllm_command",
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",
     )
