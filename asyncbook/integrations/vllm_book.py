@@ -32,7 +32,9 @@ class BookFeed:
         self.book = book
         self._requests = requests  # the scheduler's own, by id
         self.rows: dict[str, tuple[Any, Row]] = {}  # vLLM's request and its row
+        self._suspended: dict[str, bool] = {}  # preempted and not taken up again; whether the book knows
         self.num_not_kept = 0  # requests that the book has no place or no word for
+        self._left_out: set[str] = set()  # whose ids of the step at hand vLLM drops
         self._is_over = False
         self._described: tuple[Any, ...] = ()
         self._batch: Batch | None = None
@@ -52,15 +54,13 @@ class BookFeed:
             self._end(error)
 
     def preempt(self, request: Any) -> None:
-        """After vLLM has: its choice whether ids in flight are delivered is the book's."""
-        if not self._is_over and self._keeps(request):
-            try:
-                self.book.preempt(self.row(request.request_id), drop_in_flight=request.drop_stale_output)
-            except AsyncbookError as error:
-                self._end(error)
+        """After vLLM has. The book learns of it before the next step that vLLM takes in: until then there may be a step
+        under way that gives the request its row."""
+        self._suspended.setdefault(request.request_id, False)
 
     def release(self, request: Any) -> None:
         """After vLLM has finished the request; one that the book does not know to be finished ends with `ABORT`."""
+        self._suspended.pop(request.request_id, None)
         if self._keeps(request):
             _, row = self.rows.pop(request.request_id)
             if not self._is_over:
@@ -111,15 +111,36 @@ class BookFeed:
             request = self._requests.get(new.req_id)
             if request is not None and new.req_id not in self.rows:
                 self._admit(request, new.num_computed_tokens)
-        cached = scheduler_output.scheduled_cached_reqs
-        if cached.resumed_req_ids:
-            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-                if request_id in cached.resumed_req_ids and request_id in self.rows:
-                    request, row = self.rows[request_id]
-                    self.rows[request_id] = request, self.book.resume(row, num_computed_tokens=computed)
+        if self._suspended:
+            self._suspend(scheduler_output.scheduled_cached_reqs)
+
+    def _suspend(self, cached: Any) -> None:
+        """Preempts and resumes. What is under way of a request when it is preempted is stale; vLLM knows by a count."""
+        self._left_out.clear()
+        for request_id, is_known in list(self._suspended.items()):
+            request, row = self.rows.get(request_id, (None, None))
+            if request is None or row is None:
+                continue
+            if not is_known:
+                self.book.preempt(row)
+                self._suspended[request_id] = True
+            is_stale = request.num_stale_output_tokens > 0
+            if request_id in cached.resumed_req_ids:
+                computed = cached.num_computed_tokens[cached.req_ids.index(request_id)]
+                row = self.book.resume(row, num_computed_tokens=computed)
+                self.rows[request_id] = request, row
+                if is_stale:  # preempted again while this step was under way
+                    self.book.preempt(row)
+                else:
+                    del self._suspended[request_id]
+            if is_stale and request.drop_stale_output:
+                self._left_out.add(request_id)
 
     def _submit(self, scheduler_output: Any, runner_output: Any) -> None:
-        names = [name for name in scheduler_output.num_scheduled_tokens if name in self.rows]
+        names = [
+            name for name in scheduler_output.num_scheduled_tokens if name in self.rows and name not in self._left_out
+        ]
+        self._left_out.clear()
         scheduled = list(map(scheduler_output.num_scheduled_tokens.__getitem__, names))
         drafts = scheduler_output.scheduled_spec_decode_tokens
         num_drafts = [len(drafts.get(name, ())) for name in names] if drafts else None

@@ -37,7 +37,7 @@ class Scenario:
         for number in range(self.num_requests):
             # Every text at other lengths, so that blocks fill up at different steps.
             ids = tokenizer.encode(TEXTS[number % len(TEXTS)])[: 180 - 5 * (number // len(TEXTS))]
-            asked.append((ids, SamplingParams(**{"temperature": 0.0, "max_tokens": 40} | self.params(number))))
+            asked.append((ids, SamplingParams(**{"temperature": 0.0, "max_tokens": 28} | self.params(number))))
         return asked
 
     def after_step(self, engine: Any, step: int) -> None:
@@ -70,7 +70,7 @@ ENDS = one_of(
     {"stop": ["four", "a, b"], "include_stop_str_in_output": True},
     {"stop_token_ids": [30, 28, 198]},
     {"stop_token_ids": [*range(300, 312)]},  # more than the columns have
-    {"ignore_eos": True, "max_tokens": 90},
+    {"ignore_eos": True, "max_tokens": 45},
     {"max_tokens": 1},
     {"max_tokens": 400, "ignore_eos": True},  # ends at max_model_len
     {"stop": ["zzz"], "min_tokens": 5},
@@ -87,22 +87,22 @@ MIXED = one_of(
 ABORTS = {4: (0,), 9: (1, 5), 15: (7, 8, 9), 16: (8, 20)}
 
 SCENARIOS: dict[str, Scenario] = {
-    "greedy": Scenario("plain", 24, one_of({}), at_once=24),
-    "seeded sampling": Scenario("plain", 20, seeded),
-    "penalties and bad words": Scenario("plain", 20, PENALTIES),
-    "logprobs": Scenario("plain", 16, LOGPROBS),
-    "ends": Scenario("plain", 27, ENDS),
-    "chunked prefill": Scenario("tight", 16, one_of({"max_tokens": 12}), at_once=16),
-    "preemption": Scenario("tight", 32, one_of({"max_tokens": 80, "ignore_eos": True}, {"max_tokens": 50})),
-    "preemption, sampled": Scenario("tight", 24, MIXED),
-    "aborts": Scenario("plain", 24, one_of({"max_tokens": 60, "ignore_eos": True}), aborts=ABORTS),
-    "aborts under preemption": Scenario("tight", 24, one_of({"max_tokens": 60, "ignore_eos": True}), aborts=ABORTS),
-    "mixed": Scenario("plain", 42, MIXED),
-    "drafts": Scenario("ngram", 24, one_of({"max_tokens": 60}), at_once=24),
-    "drafts, ends": Scenario("ngram", 27, ENDS),
-    "drafts, logprobs": Scenario("ngram", 16, LOGPROBS),
-    "drafts, sampled": Scenario("ngram", 24, seeded),
-    "drafts, mixed": Scenario("ngram", 28, MIXED),
-    "drafts under preemption": Scenario("ngram-tight", 28, one_of({"max_tokens": 80, "ignore_eos": True}, {})),
-    "drafts, aborts": Scenario("ngram", 24, one_of({"max_tokens": 60, "ignore_eos": True}), aborts=ABORTS),
+    "greedy": Scenario("plain", 16, one_of({}), at_once=16),
+    "seeded sampling": Scenario("plain", 12, seeded),
+    "penalties and bad words": Scenario("plain", 15, PENALTIES),
+    "logprobs": Scenario("plain", 12, LOGPROBS),
+    "ends": Scenario("plain", 16, ENDS),
+    "aborts": Scenario("plain", 22, one_of({"max_tokens": 40, "ignore_eos": True}), aborts=ABORTS),
+    "mixed": Scenario("plain", 21, MIXED),
+    "chunked prefill": Scenario("tight", 12, one_of({"max_tokens": 8}), at_once=12),
+    "preemption": Scenario("tight", 20, one_of({"max_tokens": 60, "ignore_eos": True}, {"max_tokens": 40})),
+    "preemption, mixed": Scenario("tight", 21, MIXED),
+    "aborts under preemption": Scenario("tight", 22, one_of({"max_tokens": 60, "ignore_eos": True}), aborts=ABORTS),
+    "drafts": Scenario("ngram", 16, one_of({"max_tokens": 45}), at_once=16),
+    "drafts, ends": Scenario("ngram", 16, ENDS),
+    "drafts, logprobs": Scenario("ngram", 12, LOGPROBS),
+    "drafts, sampled": Scenario("ngram", 12, seeded),
+    "drafts, mixed": Scenario("ngram", 21, MIXED),
+    "drafts, aborts": Scenario("ngram", 22, one_of({"max_tokens": 50, "ignore_eos": True}), aborts=ABORTS),
+    "drafts under preemption": Scenario("ngram-tight", 20, one_of({"max_tokens": 70, "ignore_eos": True}, {})),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,8 +22,14 @@ def _print_what_was_compared() -> Iterator[None]:
     print("\ncompared with stock vLLM:", ", ".join(f"{count:,} {name}" for name, count in compared.items()))
 
 
-def run(llm: Any, scenario: Scenario) -> Run:
-    return run_requests(llm, scenario.requests(llm.get_tokenizer()), scenario.after_step, scenario.at_once)
+def run(llm: Any, scenario: Scenario, read: Callable[[], None] = lambda: None) -> Run:
+    """The scenario's requests; `read` looks at something else after each step."""
+
+    def after_step(engine: Any, step: int) -> None:
+        read()
+        scenario.after_step(engine, step)
+
+    return run_requests(llm, scenario.requests(llm.get_tokenizer()), after_step, scenario.at_once)
 
 
 def check_equal(stock: Run, mine: Run) -> None:
@@ -35,20 +41,15 @@ def check_equal(stock: Run, mine: Run) -> None:
     compared["fields"] += sum(count_fields(getattr(stock, part)) for part in PARTS)
 
 
-@pytest.fixture
-def plugin_on() -> Iterator[None]:
-    plugin.switch_on()
-    yield
-    plugin.switch_off()
-
-
-def run_both(make_engine: MakeEngine, scenario: Scenario, mode: str = "embedded") -> tuple[Run, Run, Any]:
-    """The scenario on both; the engine with the plugin as well."""
+def run_both(
+    make_engine: MakeEngine, scenario: Scenario, mode: str = "embedded", reader_of: Callable[[Any], Any] | None = None
+) -> tuple[Run, Run, Any]:
+    """The scenario on both; the engine with the plugin as well, which a reader looks at after each step."""
     stock = run(make_engine(scenario.engine, "stock"), scenario)
     llm = make_engine(scenario.engine, mode)
     plugin.switch_on()
     try:
-        mine = run(llm, scenario)
+        mine = run(llm, scenario) if reader_of is None else run(llm, scenario, reader_of(llm).read)
     finally:
         plugin.switch_off()
     return stock, mine, llm
