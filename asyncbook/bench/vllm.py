@@ -56,8 +56,9 @@ def measure(arms: list[Arm], num_requests: int, num_steps: int, vocab_size: int,
 def _percentiles(arm: Arm) -> dict[str, Any]:
     shown: dict[str, Any] = {"steps": arm.num_steps}
     for part in PARTS:
-        us = np.array(arm.ns[part]) / 1000
+        us, cpu_us = np.array(arm.ns[part]) / 1000, np.array(arm.cpu_ns[part]) / 1000
         shown[part] = {f"p{percent}": float(np.percentile(us, percent)) for percent in (50, 99)}
+        shown[part] |= {f"cpu_p{percent}": float(np.percentile(cpu_us, percent)) for percent in (50, 99)}
     shown["tokens_per_s"] = arm.num_tokens / (sum(arm.ns["step"]) / 1e9)
     return shown
 
@@ -68,15 +69,19 @@ def less(cell: dict[str, Any], mode: str, part: str, percentile: str) -> float:
     return 100 * (1 - float(mine) / float(stock))
 
 
+KINDS = ("p50", "p99", "cpu_p50", "cpu_p99")
+
+
 def table(cells: list[dict[str, Any]]) -> str:
-    """What was measured, a line a part and arm."""
-    lines = ["requests  part                 arm        p50 us     p99 us   less at p50   less at p99"]
+    """What was measured, a line a part and arm, in microseconds; and how much less it is than in stock vLLM."""
+    lines = [f"requests  {'part':20s} {'arm':9s}" + "".join(f"{kind:>10s}  less" for kind in KINDS)]
     for cell in cells:
         for part in PARTS:
             for mode, arm in cell["arms"].items():
-                line = f"{cell['requests']:8d}  {part:20s} {mode:9s} {arm[part]['p50']:8.0f}  {arm[part]['p99']:9.0f}"
-                if mode != "stock":
-                    line += "".join(f"   {less(cell, mode, part, p):9.1f}%" for p in ("p50", "p99"))
+                line = f"{cell['requests']:8d}  {part:20s} {mode:9s}"
+                for kind in KINDS:
+                    line += f"{arm[part][kind]:10.0f}"
+                    line += "      " if mode == "stock" else f"{less(cell, mode, part, kind):5.0f}%"
                 lines.append(line)
         rates = ", ".join(f"{mode} {arm['tokens_per_s']:,.0f}" for mode, arm in cell["arms"].items())
         lines.append(f"{cell['requests']:8d}  tokens/s: {rates}; outputs equal: {cell['outputs_equal']}")

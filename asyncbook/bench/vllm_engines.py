@@ -23,15 +23,16 @@ NUM_PROMPT_TOKENS = 16
 
 @dataclass
 class Arm:
-    """An engine and what its parts took, in nanoseconds a step."""
+    """An engine and what its parts took, in nanoseconds a step: of the clock, and of the thread's own CPU time, which
+    other programs on the machine do not stretch."""
 
     mode: str
     llm: Any
     num_steps: int = 0
     num_tokens: int = 0
     ns: dict[str, list[int]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    cpu_ns: dict[str, list[int]] = field(default_factory=lambda: {part: [] for part in PARTS})
     outputs: dict[str, list[int]] = field(default_factory=dict)
-    stats: dict[str, int] = field(default_factory=dict)
 
     @property
     def engine(self) -> Any:
@@ -47,9 +48,7 @@ class Arm:
 
     def step(self) -> None:
         """One step of the engine, timed whole; its outputs are kept."""
-        start_ns = time.perf_counter_ns()
-        finished = self.engine.step()
-        self.ns["step"].append(time.perf_counter_ns() - start_ns)
+        finished = timed(self, "step", self.engine.step)()
         self.num_steps += 1
         for output in finished:
             token_ids = output.outputs[0].token_ids
@@ -58,7 +57,9 @@ class Arm:
 
     def forget(self) -> None:
         """Starts to measure anew."""
-        self.ns = {part: [] for part in PARTS}
+        for times in (self.ns, self.cpu_ns):
+            for part in PARTS:
+                times[part].clear()
         self.num_steps = self.num_tokens = 0
 
 
@@ -99,12 +100,14 @@ def _put_clocks(arm: Arm) -> None:
 
 
 def timed(arm: Arm, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with what each call took noted in `arm.ns[part]`."""
+    """The function, with what each call took noted under `part`."""
+    ns, cpu_ns = arm.ns[part], arm.cpu_ns[part]
 
     def call(*arguments: Any, **named: Any) -> Any:
-        start_ns = time.perf_counter_ns()
+        start_cpu_ns, start_ns = time.thread_time_ns(), time.perf_counter_ns()
         result = function(*arguments, **named)
-        arm.ns[part].append(time.perf_counter_ns() - start_ns)
+        ns.append(time.perf_counter_ns() - start_ns)
+        cpu_ns.append(time.thread_time_ns() - start_cpu_ns)
         return result
 
     return call

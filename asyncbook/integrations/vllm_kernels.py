@@ -5,65 +5,87 @@ The kernels check before they write: where one returns a row, it has written not
 
 # Compiled: numba infers the types.
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs
+# mypy: disable-error-code="call-arg,var-annotated"
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from functools import cache
 
-from asyncbook.ipc.jit import generic_kernel
+import numpy as np
+from numba import types
+
+from asyncbook.ipc.jit import bare, generic_kernel
+from asyncbook.worker.scatter_kernels import matrix_at
 
 PADDING = -1
 MAX_STOP_IDS = 8  # columns of stop ids a request; one with more goes the slow way
 
 
 @generic_kernel
-def take_sampled(sampled, is_discarded, vocab_size, token_ids, is_token_ids, num_tokens, flat, ends):
-    """Appends row i of `sampled` [n, w] to row i of the tables [R, L], and to `flat` [n * w].
+def take_sampled(
+    sampled, is_int64, n, width, is_discarded, vocab_size, token_ids, is_token_ids, max_model_len, num_tokens,
+    flat, ends,
+):  # fmt: skip
+    """Appends row i of `sampled` [n, width] to row i of the tables [R, max_model_len], and to `flat` int64.
 
-    Of several ids a row, padding and those not below `vocab_size` are no ids; a single one is taken as it is. A row
-    with `is_discarded` [R] has none. `ends` [n]: where each row's ids end in `flat`. Returns -1; or the first row that
-    has no room.
+    All arrays come as addresses of C-contiguous memory: a look at each would cost more than the work. `sampled` is
+    int64 or int32, `token_ids` and `num_tokens` [R] int32, `is_discarded` [R] and `is_token_ids` bool. Of several ids
+    a row, padding and those not below `vocab_size` are no ids; a single one is taken as it is. A discarded row has
+    none. `ends` int64 [n]: where each row's ids end in `flat`. Returns how many rows are discarded, or -1 minus the
+    first row that has no room.
     """
-    n, width = sampled.shape
-    is_single = width == 1
+    wide, narrow = matrix_at(sampled, n, width, np.int64), matrix_at(sampled, n, width, np.int32)
+    discarded = matrix_at(is_discarded, 1, n, np.uint8)[0]
+    ids, masks = matrix_at(token_ids, n, max_model_len, np.int32), matrix_at(is_token_ids, n, max_model_len, np.uint8)
+    lengths, taken = matrix_at(num_tokens, 1, n, np.int32)[0], matrix_at(flat, 1, n * width, np.int64)[0]
+    stops = matrix_at(ends, 1, n, np.int64)[0]
+    num_discarded = 0
     end = 0
     for i in range(n):
-        if not is_discarded[i]:
+        if discarded[i]:
+            num_discarded += 1
+        else:
             start = end
             for j in range(width):
-                token_id = sampled[i, j]
-                if is_single or (token_id != PADDING and token_id < vocab_size):
-                    flat[end] = token_id
+                token_id = wide[i, j] if is_int64 else np.int64(narrow[i, j])
+                if width == 1 or (token_id != PADDING and token_id < vocab_size):
+                    taken[end] = token_id
                     end += 1
-            if num_tokens[i] + end - start > token_ids.shape[1]:
-                return i
-        ends[i] = end
+            if lengths[i] + end - start > max_model_len:
+                return -1 - i
+        stops[i] = end
     start = 0
     for i in range(n):
-        position = num_tokens[i]
-        for k in range(start, ends[i]):
-            token_ids[i, position] = flat[k]
-            is_token_ids[i, position] = True
+        position = lengths[i]
+        for k in range(start, stops[i]):
+            ids[i, position] = taken[k]
+            masks[i, position] = 1
             position += 1
-        num_tokens[i] = position
-        start = ends[i]
-    return -1
+        lengths[i] = position
+        start = stops[i]
+    return num_discarded
 
 
 @generic_kernel
-def take_placeholders(n, is_discarded, token_ids, is_token_ids, num_tokens):
-    """Appends -1 to each of the first n rows that is not discarded: its id is still on the device. Returns -1; or the
-    first row that has no room."""
+def take_placeholders(n, is_discarded, token_ids, is_token_ids, max_model_len, num_tokens):
+    """Appends -1 to each of the first n rows that is not discarded: its id is still on the device. Arguments and result
+    as in `take_sampled`."""
+    discarded = matrix_at(is_discarded, 1, n, np.uint8)[0]
+    ids, masks = matrix_at(token_ids, n, max_model_len, np.int32), matrix_at(is_token_ids, n, max_model_len, np.uint8)
+    lengths = matrix_at(num_tokens, 1, n, np.int32)[0]
+    num_discarded = 0
     for i in range(n):
-        if not is_discarded[i] and num_tokens[i] >= token_ids.shape[1]:
-            return i
+        if discarded[i]:
+            num_discarded += 1
+        elif lengths[i] >= max_model_len:
+            return -1 - i
     for i in range(n):
-        if not is_discarded[i]:
-            position = num_tokens[i]
-            token_ids[i, position] = PADDING
-            is_token_ids[i, position] = True
-            num_tokens[i] = position + 1
-    return -1
+        if not discarded[i]:
+            ids[i, lengths[i]] = PADDING
+            masks[i, lengths[i]] = 1
+            lengths[i] += 1
+    return num_discarded
 
 
 @generic_kernel
@@ -103,12 +125,15 @@ def find_plain(slots, counts, flat, block_size, num_tokens, limits, eos_token_id
     return found
 
 
+@cache
+def runner_kernels() -> tuple[Callable[..., int], Callable[..., int]]:
+    """`take_sampled` and `take_placeholders` as machine code for ints. The caller answers for every address."""
+    return bare(take_sampled, *(types.int64,) * 12), bare(take_placeholders, *(types.int64,) * 6)
+
+
 def compile_all() -> None:
     """Makes the kernels ready for the types that vLLM has, so that nothing is compiled in the middle of a step."""
-    table, mask, column = np.zeros((1, 4), np.int32), np.zeros((1, 4), np.bool_), np.zeros(1, np.int32)
-    is_discarded, ends = np.zeros(1, np.bool_), np.zeros(1, np.int64)
-    for dtype in (np.int32, np.int64):
-        take_sampled(np.zeros((1, 1), dtype), is_discarded, 1, table, mask, column, np.zeros(1, np.int64), ends)
-    take_placeholders(1, is_discarded, table, mask, column)
+    runner_kernels()
+    column = np.zeros(1, np.int32)
     stops, is_plain = np.zeros((1, MAX_STOP_IDS), np.int32), np.zeros(1, np.uint8)
     find_plain(column, column, column, 1, column, column, column, stops, is_plain)

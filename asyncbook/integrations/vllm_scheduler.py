@@ -31,18 +31,33 @@ from asyncbook.integrations.vllm_merge import merge_outputs
 Outputs = dict[int, Any]
 
 
-class StepRows:
-    """The rows of a step in the scheduler's order: names, slots in the columns, ids, drafts."""
+class Rows:
+    """The rows of a step in the scheduler's order, and what of them stays as it is while the batch does: their requests
+    and these requests' lists, None where a row has no slot in the columns."""
 
-    def __init__(self, scheduler_output: Any, runner_output: Any, slots: np.ndarray, names: list[str]) -> None:
+    def __init__(self, names: list[str], columns: RequestColumns) -> None:
         self.names = names
-        self.slots = slots
+        self.version = columns.version
+        slots = list(map(columns.slots.get, names, repeat(-1)))
+        self.slots = np.array(slots, np.int32)
+        self.requests = [None if slot < 0 else columns.requests[slot] for slot in slots]
+        self.all_token_ids = [request and request._all_token_ids for request in self.requests]
+        self.output_token_ids = [request and request._output_token_ids for request in self.requests]
+        self.clients = [request.client_index if request else 0 for request in self.requests]
+        self.has_clients = any(self.clients)
+        self._runner_names: list[str] = []
+        self.index: list[int] = []
+
+    def take(self, scheduler_output: Any, output: Any) -> None:
+        """A step of these rows: their scheduled tokens, ids, drafts."""
+        if output.req_ids != self._runner_names:
+            self._runner_names = output.req_ids
+            self.index = list(map(output.req_id_to_index.__getitem__, self.names))
         self.scheduled = list(scheduler_output.num_scheduled_tokens.values())
-        self.index = list(map(runner_output.req_id_to_index.__getitem__, names))
-        self.ids = list(map(runner_output.sampled_token_ids.__getitem__, self.index))
+        self.ids = list(map(output.sampled_token_ids.__getitem__, self.index))
         self.counts = list(map(len, self.ids))
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        self.num_drafts = list(map(len, map(drafts.get, names, repeat(())))) if drafts else None
+        self.num_drafts = list(map(len, map(drafts.get, self.names, repeat(())))) if drafts else None
 
 
 class ColumnScheduling:
@@ -56,9 +71,7 @@ class ColumnScheduling:
         compile_all()
         vllm: Any = self  # what vLLM's part has is not declared here
         self._columns = RequestColumns(vllm.max_model_len)
-        self._names: list[str] = []
-        self._slots = np.empty(0, np.int32)
-        self._slots_version = -1
+        self._rows: Rows | None = None  # of the last step, as long as they stay the same
         self._spec_stats: Any = None  # of the rows done here, until vLLM makes its statistics of the step
         # With any of these, a step has more to it than is done here.
         self._is_usual = (
@@ -99,30 +112,32 @@ class ColumnScheduling:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Outputs:
         """Arguments, results and effects are those of vLLM's method of that name."""
-        rows = self._rows(scheduler_output, model_runner_output)
         if self.book_feed is not None and model_runner_output.sampled_token_ids:
             self.book_feed.step(scheduler_output, model_runner_output)
+        rows = self._take_rows(scheduler_output, model_runner_output)
         if rows is None:
             return self._update_all(scheduler_output, model_runner_output)
-        columns = self._columns
+        columns, n = self._columns, len(rows.names)
         flat = np.fromiter(chain.from_iterable(rows.ids), np.int32, sum(rows.counts))
-        is_plain = np.empty(len(rows.names), np.uint8)
+        is_plain = np.empty(n, np.uint8)
         found = find_plain(
             rows.slots, np.array(rows.counts, np.int32), flat, self.hash_block_size,  # type: ignore[attr-defined]
             columns.num_tokens, columns.limits, columns.eos_token_ids, columns.stop_token_ids, is_plain,
         )  # fmt: skip
         if found == 0:
             return self._update_all(scheduler_output, model_runner_output)
-        plain = self._grow(rows, is_plain, model_runner_output)
-        others = np.flatnonzero(is_plain == 0).tolist()
+        choice = None if found == n else is_plain.tolist()
+        plain = self._grow(rows, choice, model_runner_output)
+        others = [] if choice is None else [i for i, is_one in enumerate(choice) if not is_one]
         # A copy for vLLM's own part, which looks at its rows only.
         rest = copy.copy(scheduler_output)
         rest.num_scheduled_tokens = {rows.names[i]: rows.scheduled[i] for i in others}
         outputs = super().update_from_output(rest, model_runner_output)  # type: ignore[misc]
         self._look_at(rest.num_scheduled_tokens)
-        return merge_outputs(outputs, plain, others, rows.names, self._clients(rows.slots, is_plain))
+        clients = chosen(rows.clients, choice) if rows.has_clients else None
+        return merge_outputs(outputs, plain, others, rows.names, clients)
 
-    def _rows(self, scheduler_output: Any, output: Any) -> StepRows | None:
+    def _take_rows(self, scheduler_output: Any, output: Any) -> Rows | None:
         """The step's rows, where it is one that can be done here."""
         is_usual = (
             self._is_usual
@@ -137,10 +152,10 @@ class ColumnScheduling:
         if not is_usual:
             return None
         names = list(scheduler_output.num_scheduled_tokens)
-        if self._slots_version != self._columns.version or names != self._names:
-            self._slots = np.array(list(map(self._columns.slots.get, names, repeat(-1))), np.int32)
-            self._names, self._slots_version = names, self._columns.version
-        return StepRows(scheduler_output, output, self._slots, names)
+        if self._rows is None or self._rows.version != self._columns.version or names != self._rows.names:
+            self._rows = Rows(names, self._columns)
+        self._rows.take(scheduler_output, output)
+        return self._rows
 
     def _update_all(self, scheduler_output: Any, model_runner_output: Any) -> Outputs:
         """The whole step by vLLM's own function; the columns learn from what it left."""
@@ -153,42 +168,38 @@ class ColumnScheduling:
         for request in filter(None, map(requests.get, names)):
             self._columns.look_at(request)
 
-    def _grow(self, rows: StepRows, is_plain: np.ndarray, output: Any) -> list[Any]:
-        """The effects of a step on the rows that only grow, and their outputs in order."""
-        names, ids = list(compress(rows.names, is_plain)), list(compress(rows.ids, is_plain))
-        requests = [self._columns.requests[slot] for slot in compress(rows.slots.tolist(), is_plain)]
-        for request, scheduled in zip(requests, compress(rows.scheduled, is_plain), strict=True):
+    def _grow(self, rows: Rows, choice: list[int] | None, output: Any) -> list[Any]:
+        """The effects of a step on the rows that only grow, and their outputs in order. `choice`: which; None: all."""
+        ids, requests = chosen(rows.ids, choice), chosen(rows.requests, choice)
+        for request, scheduled in zip(requests, chosen(rows.scheduled, choice), strict=True):
             request.num_in_flight_tokens -= scheduled
         if self.is_async:
-            for request, count in zip(requests, compress(rows.counts, is_plain), strict=True):
+            for request, count in zip(requests, chosen(rows.counts, choice), strict=True):
                 request.num_output_placeholders -= count
-        deque(map(list.extend, [request._all_token_ids for request in requests], ids), maxlen=0)
-        deque(map(list.extend, [request._output_token_ids for request in requests], ids), maxlen=0)
+        deque(map(list.extend, chosen(rows.all_token_ids, choice), ids), maxlen=0)
+        deque(map(list.extend, chosen(rows.output_token_ids, choice), ids), maxlen=0)
         if rows.num_drafts is not None:
-            self._take_drafts(rows, is_plain, requests)
-        outputs = list(map(EngineCoreOutput, names, ids))
+            self._take_drafts(chosen(rows.num_drafts, choice), chosen(rows.counts, choice), requests)
+        outputs = list(map(EngineCoreOutput, chosen(rows.names, choice), ids))
         if output.logprobs:
-            for request, index, new in zip(requests, compress(rows.index, is_plain), outputs, strict=True):
+            for request, index, new in zip(requests, chosen(rows.index, choice), outputs, strict=True):
                 if request.sampling_params.num_logprobs is not None:
                     new.new_logprobs = output.logprobs.slice_request(index, len(new.new_token_ids))
         return outputs
 
-    def _take_drafts(self, rows: StepRows, is_plain: np.ndarray, requests: list[Any]) -> None:
+    def _take_drafts(self, drafts: list[int], counts: list[int], requests: list[Any]) -> None:
         """Rejected drafts are not computed after all; every round is counted."""
-        assert rows.num_drafts is not None
-        drafts = list(compress(rows.num_drafts, is_plain))
-        accepted = [count - 1 for count in compress(rows.counts, is_plain)]
-        for request, proposed, kept in zip(requests, drafts, accepted, strict=True):
-            if kept < proposed and request.num_computed_tokens > 0:
-                request.num_computed_tokens -= proposed - kept
+        for request, proposed, count in zip(requests, drafts, counts, strict=True):
+            if count <= proposed and request.num_computed_tokens > 0:
+                request.num_computed_tokens -= proposed + 1 - count
         if self.log_stats:  # type: ignore[attr-defined]
             num_spec_tokens = self.num_spec_tokens  # type: ignore[attr-defined]
-            self._spec_stats = _spec_stats(np.array(drafts), np.array(accepted), num_spec_tokens)
+            self._spec_stats = _spec_stats(np.array(drafts), np.array(counts) - 1, num_spec_tokens)
 
-    def _clients(self, slots: np.ndarray, is_plain: np.ndarray) -> list[int] | None:
-        """Who gets each plain row's output; None where all go to client 0."""
-        clients = [self._columns.requests[slot].client_index for slot in compress(slots.tolist(), is_plain)]
-        return clients if any(clients) else None
+
+def chosen(items: list[Any], choice: list[int] | None) -> list[Any]:
+    """Those of the items that `choice` has a 1 for; None: all."""
+    return items if choice is None else list(compress(items, choice))
 
 
 def _spec_stats(drafts: np.ndarray, accepted: np.ndarray, num_spec_tokens: int) -> Any:

@@ -28,9 +28,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 # Small enough for prompts to come in chunks, and in "tight" for requests to be preempted.
 ENGINES: dict[str, dict[str, Any]] = {
-    "plain": {"max_num_batched_tokens": 192, "num_gpu_blocks_override": 400},
+    "plain": {"max_num_batched_tokens": 192, "num_gpu_blocks_override": 160},
     "tight": {"max_num_batched_tokens": 96, "num_gpu_blocks_override": 26},
-    "ngram": {"max_num_batched_tokens": 192, "num_gpu_blocks_override": 400, "speculative_config": NGRAM},
+    "ngram": {"max_num_batched_tokens": 192, "num_gpu_blocks_override": 160, "speculative_config": NGRAM},
     "ngram-tight": {"max_num_batched_tokens": 96, "num_gpu_blocks_override": 26, "speculative_config": NGRAM},
 }
 COMMON: dict[str, Any] = {
