@@ -40,6 +40,7 @@ else:
             "gpu": "asyncbook.bench.gpu:gpu_command",
             "policies": "asyncbook.bench.policies:policies_command",
             "updates": "asyncbook.bench.updates:updates_command",
+            "vllm": "asyncbook.bench.vllm:vllm_command",
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",
     )
