@@ -36,6 +36,8 @@ else:
         "bench",
         {
             "critical-path": "asyncbook.bench.critical_path:critical_path_command",
+            "crossover": "asyncbook.bench.crossover:crossover_command",
+            "overlap": "asyncbook.bench.overlap:overlap_command",
             "updates": "asyncbook.bench.updates:updates_command",
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",

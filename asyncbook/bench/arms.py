@@ -1,7 +1,7 @@
 """The arms of the paced and overlapped benchmarks: the same steps, and who keeps the book.
 
-An arm's `submit` is what the runner pays on its way to the next forward pass. `read` comes later: it waits for the
-step, takes what was delivered, and says when the step could be seen. What arms committed and delivered is compared with
+An arm's `submit` is what the runner pays on its way to the next forward pass. Later it waits for the step, and `read`
+takes what was delivered, and says when the step could be seen. What arms committed and delivered is compared with
 the first arm's at the end of a run (`check_equal`).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Arm(Protocol):
 
     num_delivered: int
     checksum: int
+    works_elsewhere: bool  # in another thread or process than the runner's
 
     @property
     def num_applied(self) -> int:
@@ -56,8 +58,11 @@ class Arm(Protocol):
     def submit(self, step: int) -> None:
         """Hands over what the step sampled."""
 
+    def wait(self, step: int) -> None:
+        """Until the step is applied. Steps are waited for and read one after the other."""
+
     def read(self, step: int) -> Seen:
-        """Waits for the step, and takes the outputs that are there."""
+        """Takes the outputs that are there."""
 
     def history(self, row: int) -> np.ndarray:
         """Ids that the row's request has put out."""
@@ -69,13 +74,14 @@ class LoopArm:
     """A loop over the rows, in the runner's thread."""
 
     sidecar_pid = None
+    works_elsewhere = False
 
     def __init__(self, steps: Steps, kind: type[PerRowLoop]) -> None:
         stop_token_ids = (*STOP_TOKEN_IDS, EOS_TOKEN_ID) if steps.workload.has_stops else ()
         min_tokens = MIN_TOKENS if stop_token_ids else 0
         self._loop = kind(steps.num_rows, steps.max_model_len, NUM_PROMPT_TOKENS, stop_token_ids, min_tokens)
         self._steps = steps
-        self._seen = Seen(0, 0)
+        self._unread: deque[tuple[Seen, list[tuple[str, list[int], int]]]] = deque()
         self.num_applied = 0
         self.num_delivered = self.checksum = 0
 
@@ -83,15 +89,18 @@ class LoopArm:
         start_ns = time.monotonic_ns()
         self._loop.submit(self._steps.sampled[step], self._steps.drafts_of(step))
         end_ns = time.monotonic_ns()
-        self._seen = Seen(end_ns, end_ns - start_ns)
+        self._unread.append((Seen(end_ns, end_ns - start_ns), self._loop.outputs))
         self.num_applied = step + 1
 
+    def wait(self, step: int) -> None:
+        pass
+
     def read(self, step: int) -> Seen:
-        for _, ids, _ in self._loop.outputs:
+        seen, outputs = self._unread.popleft()
+        for _, ids, _ in outputs:
             self.num_delivered += len(ids)
             self.checksum += sum(ids)
-        self._loop.outputs = []
-        return self._seen
+        return seen
 
     def history(self, row: int) -> np.ndarray:
         return self._loop.token_ids[row, NUM_PROMPT_TOKENS : self._loop.num_tokens_no_spec[row]]
@@ -105,6 +114,7 @@ class BookArm:
 
     def __init__(self, book: Book, steps: Steps) -> None:
         self.book = book
+        self.works_elsewhere = book.sidecar_pid is not None
         self._steps = steps
         prompt, params = np.arange(NUM_PROMPT_TOKENS), steps.params()
         self._rows = [book.admit(f"request-{row}", prompt, params) for row in range(steps.num_rows)]
@@ -125,8 +135,10 @@ class BookArm:
     def submit(self, step: int) -> None:
         self.book.submit(self._batch, self._steps.sampled[step], draft_token_ids=self._steps.drafts_of(step))
 
-    def read(self, step: int) -> Seen:
+    def wait(self, step: int) -> None:
         self.book.wait_applied(step + 1, TIMEOUT_S)
+
+    def read(self, step: int) -> Seen:
         frame = self.book.frame(step + 1)
         self.count(self.book.poll_outputs())
         return Seen(frame.published_ns, frame.apply_ns)
@@ -151,8 +163,10 @@ class ThreadArm(BookArm):
 
     def __init__(self, book: Book, steps: Steps) -> None:
         super().__init__(book, steps)
+        self.works_elsewhere = True
         self._todo: SimpleQueue[tuple[int, np.ndarray, np.ndarray | None] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[Seen, list[StepOutputs]] | BaseException] = SimpleQueue()
+        self._waited: deque[tuple[Seen, list[StepOutputs]]] = deque()
         self._num_applied = 0
         self._thread = threading.Thread(target=self._work, name="bookkeeper", daemon=True)
         self._thread.start()
@@ -177,11 +191,14 @@ class ThreadArm(BookArm):
         except BaseException as error:
             self._done.put(error)
 
-    def read(self, step: int) -> Seen:
+    def wait(self, step: int) -> None:
         done = self._done.get(timeout=TIMEOUT_S)
         if isinstance(done, BaseException):
             raise done
-        seen, outputs = done
+        self._waited.append(done)
+
+    def read(self, step: int) -> Seen:
+        seen, outputs = self._waited.popleft()
         self.count(outputs)
         return seen
 

@@ -83,6 +83,7 @@ def _pace(arm: Arm, steps: range, interval_ns: int, costs: Costs) -> None:
         runner_ns = now() - start_ns
         _sleep_until(due_ns + interval_ns // 2)
         read_start_ns = now()
+        arm.wait(step)
         seen = arm.read(step)
         read_ns = now() - read_start_ns
         if number >= LEAD_IN_STEPS:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
+
+if TYPE_CHECKING:
+    from asyncbook.bench.engine_loop import LoopRun
 
 Case = dict[str, Any]
 COLORS = {
@@ -110,3 +114,71 @@ def _draw_distribution(axes: Axes, case: Case) -> None:
     axes.set_ylabel("% of steps")
     _log_axis(axes.xaxis)
     axes.grid(alpha=0.3)
+
+
+SPAN_COLORS = {"forward": "#c9d6e8", "submit": "#b5202f", "outputs": "#e98a94", "wait": "#f2a33a", "apply": "#2e8b57"}
+SHOWN_STEPS = 10
+BEFORE, AFTER = ("loop", 0), ("sidecar ring", 1)  # arm and lag: engines today, and with asyncbook
+
+
+def draw_overlap(path: Path, cases: Sequence[Case], runs: Sequence[LoopRun], note: str) -> None:
+    """Ten steps before and after at the largest size, and how much of the bookkeeping shows between passes."""
+    num_rows = max(case["rows"] for case in cases)
+    chosen = [case for case in cases if case["rows"] == num_rows]
+    shown = {run.way: run for run in runs if len(run.timeline.device) > SHOWN_STEPS}
+    ways = [f"{arm}, lag {lag}, {num_rows} rows" for arm, lag in (BEFORE, AFTER)]
+    found = [shown[way] for way in ways if way in shown] or list(shown.values())[-2:]
+    figure = _figure(14, 3.2 + 2.2 * len(found), f"ten steps, {num_rows} rows", note)
+    *timelines, bars = figure.subplots(len(found) + 1, 1, height_ratios=[*[1] * len(found), 1.3], squeeze=False)[:, 0]
+    width_ns = max((_window(run)[1] for run in found), default=1)
+    for axes, run in zip(timelines, found, strict=True):
+        _draw_steps(axes, run, width_ns)
+    if timelines:
+        used = [Patch(color=color, label=name) for name, color in SPAN_COLORS.items()]
+        timelines[0].legend(handles=used, ncols=len(used), fontsize=8, loc="lower right", bbox_to_anchor=(1, 1))
+    _draw_exposed(bars, chosen)
+    figure.savefig(path, dpi=120)
+
+
+def _window(run: LoopRun) -> tuple[int, int]:
+    """Start and length, in ns, of ten steps in the middle of the run's last stretch."""
+    passes = run.timeline.device
+    first = max(len(passes) - 2 * SHOWN_STEPS, 0)
+    last = min(first + SHOWN_STEPS, len(passes) - 1)
+    return passes[first].start_ns, passes[last].start_ns - passes[first].start_ns
+
+
+def _draw_steps(axes: Axes, run: LoopRun, width_ns: int) -> None:
+    start_ns = _window(run)[0]
+    timeline = run.timeline
+    lanes = {"forward": timeline.device, "runner": timeline.runner, "bookkeeper": timeline.bookkeeper}
+    for place, spans in enumerate(lanes.values()):
+        for span in spans:
+            if span.name in SPAN_COLORS and span.end_ns > start_ns and span.start_ns < start_ns + width_ns:
+                left, length = (span.start_ns - start_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6
+                color = SPAN_COLORS[span.name]
+                axes.barh(place, length, left=left, height=0.7, color=color, edgecolor=color, linewidth=0.6)
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.invert_yaxis()
+    axes.set_xlim(0, width_ns / 1e6)
+    axes.set_xlabel("ms")
+    axes.set_title(run.way, fontsize=10, loc="left")
+
+
+def _draw_exposed(axes: Axes, cases: Sequence[Case]) -> None:
+    """Exposed bookkeeping a step by arm, a bar a lag."""
+    names = [name for name in _arms(cases) if name != "forward only"]
+    height = 0.8 / max(len(cases), 1)
+    for place, case in enumerate(cases):
+        values = [max(case["arms"].get(name, {}).get("exposed_us", 0.0), 0.5) for name in names]
+        positions = [index + place * height for index in range(len(names))]
+        colors, alpha = [COLORS.get(name, OTHER_COLOR) for name in names], 1.0 if case["lag"] else 0.5
+        bars = axes.barh(positions, values, height=0.9 * height, color=colors, alpha=alpha)
+        axes.bar_label(bars, [f" lag {case['lag']}: {value:,.0f} us" for value in values], fontsize=7)
+    axes.set_yticks([index + 0.4 - height / 2 for index in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_title(
+        "exposed bookkeeping: us a step between passes, beyond the passes alone (log)", fontsize=10, loc="left"
+    )
+    _log_axis(axes.xaxis)

@@ -46,6 +46,7 @@ class _VllmArm:
     """What is common. `_call(step)` is what is timed; `_prepare(step)` makes its input."""
 
     sidecar_pid = None
+    works_elsewhere = False
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -59,6 +60,9 @@ class _VllmArm:
         end_ns = time.monotonic_ns()
         self._seen = Seen(end_ns, end_ns - start_ns)
         self.num_applied = step + 1
+
+    def wait(self, step: int) -> None:
+        pass
 
     def read(self, step: int) -> Seen:
         ids = self._steps.sampled[step]

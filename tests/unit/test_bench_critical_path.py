@@ -92,6 +92,9 @@ class FakeArm:
     def submit(self, step: int) -> None:
         self._clock[0] += self._durations_ns[step]
 
+    def wait(self, step: int) -> None:
+        pass
+
     def read(self, step: int) -> Seen:
         return Seen(self._clock[0], 0)
 
