@@ -20,7 +20,7 @@ from numba.core import config
 
 KERNEL_SOURCES = {
     "asyncbook.ipc": ("columns.py", "jit.py", "layout.py", "publish.py", "staging.py", "wire.py"),
-    "asyncbook.worker": ("kernels.py", "life.py", "rules.py", "scatter_kernels.py"),
+    "asyncbook.worker": ("kernels.py", "life.py", "rules.py", "scatter_kernels.py", "text_kernels.py"),
 }
 
 

@@ -12,9 +12,10 @@ import pytest
 from numba.core.errors import NumbaError
 
 from asyncbook.ipc import jit, staging
-from asyncbook.worker import kernels, rules
+from asyncbook.worker import kernels, rules, text_kernels
 
-assert kernels  # imported for its kernels, which register themselves
+assert kernels  # imported for their kernels, which register themselves
+assert text_kernels
 KERNELS = {compiled.py_func.__name__: (compiled, signatures) for compiled, signatures in jit._kernels}
 
 
@@ -33,7 +34,8 @@ def llvm_of(name: str) -> str:
 
 
 def test_these_are_the_kernels() -> None:
-    assert {"apply_step", "end_row", "clear_row", "take_pending", "stage", "fill_slot"} <= set(KERNELS)
+    named = {"apply_step", "end_row", "clear_row", "take_pending", "stage", "fill_slot", "append_text", "take_text"}
+    assert named <= set(KERNELS)
     assert len(KERNELS) == len(jit._kernels)
 
 
