@@ -349,8 +349,8 @@ class Book(ABC):
         return self._token_ids[row.index, held.num_prompt_tokens : num_tokens_no_spec]
 
     def stats(self) -> Stats:
-        """Counters as of now; those of a step that is applied are in."""
-        applied_step = self.applied_step
+        """Counters as of now; those of a step that is applied are in. Changes nothing: any thread may call it."""
+        applied_step = self._published_step.load_acquire()
         return make_stats(
             self._counters.copy(),
             submitted_steps=self._submitted_step,
