@@ -16,7 +16,6 @@ import numpy as np
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from asyncbook.ipc.histogram import bucket_start_ns
 from asyncbook.ipc.layout import HISTOGRAM_SUB_BITS, NUM_HISTOGRAM_BUCKETS
@@ -104,7 +103,7 @@ class BookCollector(Collector):
 def _cumulative(counts: np.ndarray, ends: Mapping[int, float]) -> list[Any]:
     """Pairs of a bucket's end and what is below it. `ends`: by the first of our buckets that is not."""
     total = np.concatenate([[0], np.cumsum(counts)])
-    return [*((floatToGoString(end), int(total[bucket])) for bucket, end in ends.items()), ("+Inf", int(total[-1]))]
+    return [*((repr(end), int(total[bucket])) for bucket, end in ends.items()), ("+Inf", int(total[-1]))]
 
 
 def serve_metrics(sources: Mapping[str, Source], port: int = PORT, address: str = "127.0.0.1") -> tuple[Any, Thread]:

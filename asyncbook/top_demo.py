@@ -14,7 +14,13 @@ from asyncbook.top import Watched
 
 NUM_ROWS, VOCAB_SIZE, NUM_SPEC_TOKENS = 64, 32_000, 3
 STEP_S = 0.01
-CONFIG = {"max_num_reqs": NUM_ROWS, "max_model_len": 512, "vocab_size": VOCAB_SIZE, "num_spec_tokens": NUM_SPEC_TOKENS}
+CONFIG = BookConfig(
+    max_num_reqs=NUM_ROWS,
+    max_model_len=512,
+    vocab_size=VOCAB_SIZE,
+    num_spec_tokens=NUM_SPEC_TOKENS,
+    transport="ring",
+)
 
 
 class SelfDriven:
@@ -62,8 +68,8 @@ def run_books() -> Iterator[list[Watched]]:
     """Both books, running."""
     with ExitStack() as stack:
         books = {
-            "embedded": stack.enter_context(asyncbook.open(BookConfig(**CONFIG))),
-            "sidecar": stack.enter_context(asyncbook.spawn(BookConfig(**CONFIG, transport="ring"))),
+            "embedded": stack.enter_context(asyncbook.open(CONFIG)),
+            "sidecar": stack.enter_context(asyncbook.spawn(CONFIG)),
         }
         for book in books.values():
             stack.callback(SelfDriven(book).stop)

@@ -45,9 +45,9 @@ class Bookkeeper:
     ) -> None:
         self.ledger = Ledger(Tables(layout, memory), vocab_size)
         self._published_step = OwnWord(layout.words.view(memory), Word.PUBLISHED_STEP)
-        self._stamps = list(layout.stamps.view(memory))
         self._counters = layout.counters.view(memory)
         # Single words: a memoryview gives and takes them for a fraction of what an array asks.
+        self._stamps = [stamp.data for stamp in layout.stamps.view(memory)]
         histograms = layout.histograms.view(memory)
         self._apply_histogram, self._queue_histogram, self._lag_histogram = (
             histograms[which].data for which in (Histogram.APPLY, Histogram.QUEUE, Histogram.LAG)
