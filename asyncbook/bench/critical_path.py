@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from asyncbook.bench.about import command_line, describe_run, note, write_json
+from asyncbook.bench.about import command_line, describe_run, make_console, note, write_json
 from asyncbook.bench.options import choices, import_extra, numbers
 from asyncbook.bench.workloads import WORKLOADS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from asyncbook.bench.arms import OpenArm
@@ -62,7 +63,8 @@ def critical_path_command(
     if quick:
         workloads, rows, intervals_ms, steps = QUICK["workloads"], QUICK["rows"], QUICK["intervals_ms"], QUICK["steps"]
     about = describe_run(command_line(context, "bench critical-path"))
-    cases, is_complete = run_cases(workloads, rows, intervals_ms, steps, arms or ARM_NAMES, peer)
+    console = make_console(about)
+    cases, is_complete = run_cases(console, workloads, rows, intervals_ms, steps, arms or ARM_NAMES, peer)
     if json_path is not None:
         write_json(json_path, about, {"complete": is_complete, "cases": cases})
     if plot_path is not None and cases:
@@ -72,6 +74,7 @@ def critical_path_command(
 
 
 def run_cases(
+    console: Console,
     workloads: tuple[str, ...],
     rows: tuple[int, ...],
     intervals_ms: tuple[float, ...],
@@ -81,13 +84,11 @@ def run_cases(
     show: bool = True,
 ) -> tuple[list[Case], bool]:
     """Measures with a progress bar, and shows a table as each case is done. False where Ctrl-C ended it early."""
-    from rich.console import Console
     from rich.progress import Progress
 
     from asyncbook.bench.arms import ArmsDiffer
     from asyncbook.bench.pacing import histogram_us, measure, summary
 
-    console = Console()
     cases: list[Case] = []
     with Progress(console=console, transient=True) as progress:
         todo = list(_cases(workloads, rows, intervals_ms, num_steps))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from asyncbook.bench.about import command_line, describe_run, note, write_json
+from asyncbook.bench.about import command_line, describe_run, make_console, note, write_json
 from asyncbook.bench.critical_path import Case, run_cases
 from asyncbook.bench.options import choices, import_extra, numbers
 from asyncbook.bench.workloads import WORKLOADS
@@ -50,15 +50,13 @@ def crossover_command(
 
     docs/choosing.md explains the choice. Ctrl-C shows what was measured until then.
     """
-    from rich.console import Console
-
     import_extra(plot=plot_path is not None)
     chosen = workloads or (("plain",) if quick else tuple(WORKLOADS))
     rows, steps = (QUICK_ROWS, QUICK_STEPS) if quick else (tuple(sorted(rows)), steps)
     about = describe_run(command_line(context, "bench crossover"))
-    cases, is_complete = run_cases(chosen, rows, (interval_ms,), steps, ARMS, show=False)
+    console = make_console(about)
+    cases, is_complete = run_cases(console, chosen, rows, (interval_ms,), steps, ARMS, show=False)
     found = crossovers(cases)
-    console = Console()
     if cases:
         console.print(cost_table(cases), crossover_table(found, rows))
     if json_path is not None:

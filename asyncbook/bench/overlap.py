@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from asyncbook.bench.about import command_line, describe_run, note, write_json
+from asyncbook.bench.about import command_line, describe_run, make_console, note, write_json
 from asyncbook.bench.critical_path import ARM_NAMES
 from asyncbook.bench.options import choices, import_extra, numbers
 from asyncbook.bench.workloads import WORKLOADS, make_steps
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from asyncbook.bench.engine_loop import LoopRun
@@ -65,7 +66,8 @@ def overlap_command(
     if quick:
         rows, lag_numbers, steps = QUICK["rows"], QUICK["lags"], QUICK["steps"]
     about = describe_run(command_line(context, "bench overlap"))
-    cases, runs, is_complete = _run(forward, forward_ms, workload, rows, lag_numbers, steps, arms or ARM_NAMES)
+    console = make_console(about)
+    cases, runs, is_complete = _run(console, forward, forward_ms, workload, rows, lag_numbers, steps, arms or ARM_NAMES)
     if json_path is not None:
         write_json(json_path, about, {"complete": is_complete, "cases": cases})
     if trace_path is not None:
@@ -79,17 +81,16 @@ def overlap_command(
 
 
 def _run(
-    kind: str, forward_ms: float, workload: str, rows: tuple[int, ...], lags: tuple[int, ...], num_steps: int,
-    arms: tuple[str, ...],
+    console: Console, kind: str, forward_ms: float, workload: str, rows: tuple[int, ...], lags: tuple[int, ...],
+    num_steps: int, arms: tuple[str, ...],
 ) -> tuple[list[Case], list[LoopRun], bool]:  # fmt: skip
     """Measures with a progress bar, and shows a table as each case is done."""
-    from rich.console import Console
     from rich.progress import Progress
 
     from asyncbook.bench.arms import ARMS, ArmsDiffer
     from asyncbook.bench.engine_loop import FORWARDS, measure, summary
 
-    console, openers = Console(), {name: ARMS[name] for name in ARMS if name in arms}
+    openers = {name: ARMS[name] for name in ARMS if name in arms}
     cases: list[Case] = []
     all_runs: list[LoopRun] = []
     stretch = min(STRETCH_STEPS, num_steps)
