@@ -3,11 +3,11 @@
 A round gives every arm, in random order, a few steps at the interval, so that a busy moment of the machine hits all of
 them. The first steps of a round follow a pause, which a running engine has not; they are made and not counted.
 
-**Missed sends.** Step k of a round is due at start + k * interval, whatever came before. Where an arm has more to do in
-an interval than fits (the call, and the wait for a step that is not there in time), the rest delays the steps after it,
-and their time counts from when they were due: `corrected_ns`, as wrk2 and HdrHistogram do, so one long stall shows in
-every step that it delayed. It is reckoned from the arm's own busy time; a timer that wakes late is not the arm's.
-`runner_ns` is the bare duration of the call.
+**Missed sends.** In an engine with a fixed pace, step k is due at start + k * interval, whatever came before. Where an
+arm has more to do in an interval than fits (the call, and the wait for a step that is not there in time), the rest
+delays the steps after it, and their time counts from when they would have been due: `corrected_ns`, as wrk2 and
+HdrHistogram do, so one long stall shows in every step that it delays. It is reckoned from the arm's own busy time; a
+timer that wakes late is not the arm's. `runner_ns` is the bare duration of the call.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ class Measured:
 
 
 def _pace(arm: Arm, steps: range, interval_ns: int, costs: Costs) -> None:
-    """A few steps. Each is read half an interval after it was due, as a runner does while its device is busy."""
+    """A few steps, each read half an interval after it began, as a runner does while its device is busy.
+
+    None is made up for: steps on each other's heels would find the caches warm, as an engine's never do.
+    """
     now = time.monotonic_ns
-    first_due_ns = now() + interval_ns
     behind_ns = 0  # what is left to do of earlier steps when the next one is due
     for number, step in enumerate(steps):
-        due_ns = first_due_ns + number * interval_ns
-        _sleep_until(due_ns)
         start_ns = now()
         arm.submit(step)
         runner_ns = now() - start_ns
-        _sleep_until(due_ns + interval_ns // 2)
+        _sleep_until(start_ns + interval_ns // 2)
         read_start_ns = now()
         arm.wait(step)
         seen = arm.read(step)
@@ -94,6 +94,7 @@ def _pace(arm: Arm, steps: range, interval_ns: int, costs: Costs) -> None:
             costs.apply_ns.append(seen.apply_ns)
             costs.read_ns.append(read_ns)
         behind_ns = max(behind_ns + runner_ns + read_ns - interval_ns, 0)
+        _sleep_until(start_ns + interval_ns)
 
 
 def _sleep_until(when_ns: int) -> None:

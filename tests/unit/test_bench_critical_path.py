@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,20 @@ def test_missed_sends_are_counted_from_when_they_were_due(monkeypatch: pytest.Mo
     assert costs.runner_ns == [10, 3000, 10, 10, 10, 10]
     assert costs.corrected_ns == [10, 3000, 2010, 1020, 30, 10]
     assert costs.num_late == 3
+
+
+def test_steps_keep_their_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a timer that woke late by several intervals, too: what follows at once finds warm caches."""
+    clock, starts = [0], []
+    monkeypatch.setattr(pacing.time, "monotonic_ns", lambda: clock[0])
+    monkeypatch.setattr(pacing, "_sleep_until", lambda ns: clock.__setitem__(0, max(clock[0], ns) + 3000))
+    arm = FakeArm([10] * 9, clock)
+    submit = arm.submit
+    arm.submit = lambda step: (starts.append(clock[0]), submit(step))  # type: ignore[method-assign, return-value]
+    costs = Costs()
+    pacing._pace(arm, range(9), 1000, costs)  # type: ignore[arg-type]
+    assert all(later - earlier >= 1000 for earlier, later in pairwise(starts))
+    assert costs.corrected_ns == costs.runner_ns == [10] * 4
 
 
 def test_ctrl_c_shows_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
