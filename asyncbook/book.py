@@ -30,7 +30,7 @@ from asyncbook.ipc.errors import (
     PeerError,
 )
 from asyncbook.ipc.histogram import bucket_of
-from asyncbook.ipc.layout import INT32_MAX, NUM_HISTOGRAM_BUCKETS, Counter, RowCounter, Word
+from asyncbook.ipc.layout import INT32_MAX, Counter, RowCounter, RunnerHistogram, SubmissionWord, Word
 from asyncbook.ipc.layout import Histogram as HistogramRow
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import Segment
@@ -39,13 +39,9 @@ from asyncbook.outputs import RequestNames
 from asyncbook.reader import OutputsReader
 from asyncbook.rows import HeldRow, Row, RowRegistry
 from asyncbook.staging import NotAsTheyAre
-from asyncbook.stats import (
-    Histogram,
-    SpecDecodeStats,
-    Stats,
-    make_stats,
-    spec_decode_stats,
-)
+from asyncbook.stats import Histogram, SpecDecodeStats, Stats, StepHistogram, make_stats, spec_decode_stats
+
+_SUBMITTED_STEP, _FIRST_NS = int(SubmissionWord.STEP), int(SubmissionWord.FIRST_NS)
 
 if TYPE_CHECKING:
     from asyncbook.device.link import DeviceLink
@@ -72,11 +68,18 @@ class Book(OutputsReader):
         self._counters = self._layout.counters.view(memory)
         self._row_counters = self._layout.row_counters.view(memory)
         self._histograms = self._layout.histograms.view(memory)
+        runner_part, base = segment.runner_part(), self._layout.runner_offset
+        # Single words: a memoryview gives and takes them for a fraction of what an array asks.
+        self._submissions = self._layout.submissions.view(runner_part, base).data
+        self._runner_histograms = self._layout.runner_histograms.view(runner_part, base)
+        self._submit_histogram = self._runner_histograms[RunnerHistogram.SUBMIT].data
+        self._read_histogram = self._runner_histograms[RunnerHistogram.READ].data
+        self._num_ring_slots = self._layout.num_ring_slots
+        self._read_step = 0  # the last one whose frame was looked at
         self._published_step = SharedWord(self._layout.words.view(memory), Word.PUBLISHED_STEP)
         self._rows = RowRegistry(config.max_num_reqs)
         self._names = RequestNames(has_texts=config.tokenizer is not None)
         self._slots = BatchSlots()
-        self._submit_histogram = [0] * NUM_HISTOGRAM_BUCKETS
         self._max_in_flight = config.max_in_flight
         self._max_width = 1 + config.num_spec_tokens
         self._submitted_step = 0
@@ -250,6 +253,8 @@ class Book(OutputsReader):
         if batch.registry is not self._rows:
             raise InvalidBatch("the batch is another book's, expected one that this book's batch() made")
         n = len(batch.rows)
+        self._submissions[_FIRST_NS + step % self._num_ring_slots] = start_ns
+        self._submissions[_SUBMITTED_STEP] = step
         if type(sampled_token_ids) is np.ndarray and type(draft_token_ids) in _PLAIN:
             self._send_arrays(step, batch, n, sampled_token_ids, draft_token_ids)
         else:
@@ -340,7 +345,11 @@ class Book(OutputsReader):
         elif step > applied_step:
             raise NotApplied(f"step {step} is not applied, the last applied one is step {applied_step}")
         self._check_frame(step)
-        return Frame(step, self._frames, self._copies, self._check_frame)
+        frame = Frame(step, self._frames, self._copies, self._check_frame)
+        if step > self._read_step:
+            self._read_step = step
+            self._read_histogram[bucket_of(monotonic_ns() - frame.published_ns)] += 1
+        return frame
 
     def _check_frame(self, step: int) -> None:
         if step < 0 or self._submitted_step - step >= self._frames.num_frames:
@@ -371,8 +380,8 @@ class Book(OutputsReader):
         return self._token_ids[row.index, held.num_prompt_tokens : num_tokens_no_spec]
 
     def stats(self) -> Stats:
-        """Counters as of now; those of a step that is applied are in."""
-        applied_step = self.applied_step
+        """Counters as of now; those of a step that is applied are in. Changes nothing: any thread may call it."""
+        applied_step = self._published_step.load_acquire()
         return make_stats(
             self._counters.copy(),
             submitted_steps=self._submitted_step,
@@ -380,10 +389,19 @@ class Book(OutputsReader):
             num_rows_held=self._rows.num_held,
             num_rows_free=self.config.max_num_reqs - self._rows.num_held,
             messages=self._seq,
-            submit_us=Histogram(np.array(self._submit_histogram, np.int64)),
+            num_restarts=self.num_restarts,
+            submit_us=Histogram(self._runner_histograms[RunnerHistogram.SUBMIT].copy()),
+            queue_us=Histogram(self._histograms[HistogramRow.QUEUE].copy()),
             apply_us=Histogram(self._histograms[HistogramRow.APPLY].copy()),
             wait_for_tokens_us=Histogram(self._histograms[HistogramRow.WAIT_FOR_TOKENS].copy()),
+            read_us=Histogram(self._runner_histograms[RunnerHistogram.READ].copy()),
+            lag_steps=StepHistogram(self._histograms[HistogramRow.LAG].copy()),
         )
+
+    @property
+    def num_restarts(self) -> int:
+        """How often another sidecar took the book over."""
+        return 0
 
     def spec_decode_stats(self, row: Row | None = None) -> SpecDecodeStats:
         """What verification accepted so far, in total or for the request in a row; all applied steps are in."""

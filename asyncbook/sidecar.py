@@ -347,6 +347,10 @@ class SidecarBook(Book):
     # The process
 
     @property
+    def num_restarts(self) -> int:
+        return self._supervisor.num_restarts
+
+    @property
     def sidecar_pid(self) -> int:
         return self._process.pid
 

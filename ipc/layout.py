@@ -11,6 +11,7 @@
                |             the table, for the process that takes it over   |
                +-------------------------------------------------------------+
                | RUNNER      hot words, one a cache line                     |          written by the runner
+               | submissions, histograms                                     |
                | sample ring: headers, ids int32, drafts int32; a slot for   |          (ids by its device, too)
                |             each step in flight                             |
                +-------------------------------------------------------------+
@@ -38,7 +39,7 @@ import numpy as np
 
 assert sys.byteorder == "little", "the layout is little-endian; no big-endian machine has been tried"
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 MAGIC = 0x4B4F4F42434E5341  # "ASNCBOOK" as bytes
 PAGE_BYTES = 4096
 LINE_BYTES = 64
@@ -254,10 +255,26 @@ class RowCounter(IntEnum):
 
 
 class Histogram(IntEnum):
-    """Histograms of the BOOKKEEPER part: time in nanoseconds, log buckets, one row each."""
+    """Histograms of the BOOKKEEPER part: times in nanoseconds, log buckets, one row each."""
 
     APPLY = 0
     WAIT_FOR_TOKENS = 1  # from the first look at a submitted step in the ring until its ids were there
+    QUEUE = 2  # from the call of `submit` to the start of apply
+    LAG = 3  # no time: how many steps were in flight when a step's apply began, itself among them
+
+
+class RunnerHistogram(IntEnum):
+    """The same of the RUNNER part."""
+
+    SUBMIT = 0
+    READ = 1  # from publishing a step to the first look at its frame
+
+
+class SubmissionWord(IntEnum):
+    """int64 words in which the runner says what it submits. For statistics alone: nothing is ordered by them."""
+
+    STEP = 0  # submitted last
+    FIRST_NS = 1  # when, by CLOCK_MONOTONIC: one word for each slot of the sample ring
 
 
 # A bucket is the position of the leading bit and the three bits below it: at most 1/8 too wide, 0 ns to 36 minutes.
@@ -412,9 +429,22 @@ class Layout:
         return self.max_in_flight
 
     @property
+    def submissions(self) -> Region:
+        """int64 words of `SubmissionWord`."""
+        num_words = _round_up(SubmissionWord.FIRST_NS + self.num_ring_slots, WORDS_PER_LINE)
+        return _region("submissions", self.runner_words.end, (num_words,), np.int64)
+
+    @property
+    def runner_histograms(self) -> Region:
+        return _region(
+            "runner_histograms", self.submissions.end, (len(RunnerHistogram), NUM_HISTOGRAM_BUCKETS), np.int64
+        )
+
+    @property
     def ring_headers(self) -> Region:
         """int64 [num_ring_slots, words of `SlotWord`]."""
-        return _region("ring_headers", self.runner_words.end, (self.num_ring_slots, 2 * WORDS_PER_LINE), np.int64)
+        shape = (self.num_ring_slots, 2 * WORDS_PER_LINE)
+        return _region("ring_headers", self.runner_histograms.end, shape, np.int64)
 
     @property
     def ring_token_ids(self) -> Region:
@@ -488,7 +518,7 @@ def layout_hash() -> str:
     parts = [repr([sample.frame_int32(1), sample.frame_uint8(1), *checkpoint, *regions])]
     for words in (
         Owner, Word, RunnerWord, SlotWord, Stamp, Column, Field, CheckpointWord, DropWord, RecordWord, Counter,
-        RowCounter, Histogram, FinishReason,
+        RowCounter, Histogram, RunnerHistogram, SubmissionWord, FinishReason,
     ):  # fmt: skip
         parts.append(repr([(word.name, word.value) for word in words]))
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
@@ -500,6 +530,7 @@ assert len(Owner) * 8 <= PAGE_BYTES
 assert all(word % WORDS_PER_LINE == 0 for word in (*Word, *RunnerWord, SlotWord.ARRIVED))
 assert max(SlotWord) < 2 * WORDS_PER_LINE
 assert len(Stamp) <= WORDS_PER_LINE
+assert NUM_HISTOGRAM_BUCKETS % WORDS_PER_LINE == 0
 assert _SMALL.frame_bytes % LINE_BYTES == 0
 assert _SMALL.runner_offset % PAGE_BYTES == 0 == _SMALL.frames_offset % PAGE_BYTES
 assert _SMALL.table_offset % PAGE_BYTES == 0 == _SMALL.is_token_ids.offset % PAGE_BYTES

@@ -72,7 +72,7 @@ def gpu_command(device: str, tiny: bool, json_path: Path | None) -> None:
     """Pinned pages, steps straight from the device, frames to it, and decode steps with each kind of bookkeeping."""
     from rich.console import Console
 
-    from asyncbook.bench.update_report import describe_run
+    from asyncbook.bench.about import describe_run
 
     console = Console()
     about = describe_run(f"asyncbook bench gpu --device {device}{' --tiny' if tiny else ''}")

@@ -93,7 +93,7 @@ def submit_costs(platform: Platform, num_rows: int, num_steps: int) -> Figures:
     costs: dict[str, list[int]] = {"tolist and loop": [], "pinned copy, event, loop": [], "submit": []}
     pinned = torch.zeros(num_rows, dtype=torch.int64, pin_memory=platform.is_cuda)
     sampled = torch.randint(VOCAB_SIZE, (num_rows,), device=platform.torch_device)
-    loops = [PerRowLoop(num_rows, num_steps + NUM_PROMPT_TOKENS + 2, NUM_PROMPT_TOKENS, VOCAB_SIZE) for _ in range(2)]
+    loops = [PerRowLoop(num_rows, num_steps + NUM_PROMPT_TOKENS + 2, NUM_PROMPT_TOKENS) for _ in range(2)]
     with asyncbook.spawn(_config(platform, num_rows, num_steps)) as book:
         rows, batch = _admit(book, num_rows)
         launcher = platform.launcher(book)
@@ -159,7 +159,7 @@ class _LoopKeeper:
     """The per-row loop: it needs the ids before the runner can go on."""
 
     def __init__(self, num_rows: int, num_steps: int) -> None:
-        self._loop = PerRowLoop(num_rows, num_steps + NUM_PROMPT_TOKENS + 2, NUM_PROMPT_TOKENS, VOCAB_SIZE)
+        self._loop = PerRowLoop(num_rows, num_steps + NUM_PROMPT_TOKENS + 2, NUM_PROMPT_TOKENS)
 
     def keep(self, ids: torch.Tensor) -> None:
         self._loop.submit(np.array(ids.tolist())[:, None])

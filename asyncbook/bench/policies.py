@@ -10,6 +10,7 @@ import json
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import click
 import numpy as np
 
 import asyncbook
-from asyncbook import BookConfig
-from asyncbook.bench.critical_path import EOS_TOKEN_ID, NUM_PROMPT_TOKENS, VOCAB_SIZE, BookArm, Costs, percentiles_us
+from asyncbook import Book, BookConfig
+from asyncbook.bench.about import describe_run
+from asyncbook.bench.workloads import EOS_TOKEN_ID, NUM_PROMPT_TOKENS, VOCAB_SIZE
 
 STEPS_PER_ROUND = 15
 UNTIL_LEARNED = 5  # steps of a round that are not measured: a policy finds the pace again after the other arms' turns
@@ -37,6 +39,45 @@ SPINNING: dict[str, dict[str, Any]] = {
     f"{transport}, spins": {"transport": transport, "spin_us": NEVER_SLEEPS_US} for transport in TRANSPORTS
 }
 ON_THE_RUNNERS_CORE = "ring, spins, same core"
+
+
+PERCENTS = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+
+
+@dataclass
+class Costs:
+    """Nanoseconds of each measured step: in the runner, and from the call until the step was published."""
+
+    runner_ns: list[int] = field(default_factory=list)
+    applied_ns: list[int] = field(default_factory=list)
+
+
+def percentiles_us(durations_ns: list[int]) -> dict[str, float]:
+    """By name."""
+    values = np.percentile(durations_ns, list(PERCENTS.values())) / 1000
+    return {name: round(float(value), 1) for name, value in zip(PERCENTS, values, strict=True)}
+
+
+class Runner:
+    """All rows of a book, step by step."""
+
+    def __init__(self, book: Book, num_rows: int) -> None:
+        self._book = book
+        self._rows = [book.admit(f"request-{row}", np.arange(NUM_PROMPT_TOKENS)) for row in range(num_rows)]
+        self._batch = book.batch(self._rows)
+
+    def step(self, sampled: np.ndarray, costs: Costs) -> None:
+        """One step, applied and read."""
+        start_ns = time.monotonic_ns()
+        step = self._book.submit(self._batch, sampled)
+        costs.runner_ns.append(time.monotonic_ns() - start_ns)
+        self._book.wait_applied(step)
+        costs.applied_ns.append(self._book.frame(step).published_ns - start_ns)
+        self._book.poll_outputs()
+
+    def history(self, row: int) -> np.ndarray:
+        """Committed outputs."""
+        return self._book.output_token_ids(self._rows[row])
 
 
 def _cpu_s(pid: int) -> float:
@@ -59,7 +100,7 @@ def measure(num_rows: int, num_steps: int, interval_ms: float, arms: dict[str, d
     }
     with ExitStack() as stack:
         books = {name: stack.enter_context(asyncbook.spawn(BookConfig(**sizes, **arms[name]))) for name in arms}
-        runners = {name: BookArm(book, num_rows) for name, book in books.items()}
+        runners = {name: Runner(book, num_rows) for name, book in books.items()}
         for start in range(0, total, STEPS_PER_ROUND):
             for name, runner in runners.items():
                 pid = books[name].sidecar_pid or 0
@@ -121,8 +162,6 @@ def _table(num_rows: int, interval_ms: float, results: dict[str, Any]) -> Any:
 def policies_command(rows: int, interval_ms: float, steps: int, json_path: Path | None) -> None:
     """Idle policies side by side: what the runner pays, how soon a step is published, what the sidecar costs."""
     from rich.console import Console
-
-    from asyncbook.bench.update_report import describe_run
 
     about = describe_run(f"asyncbook bench policies --rows {rows} --interval-ms {interval_ms:g} --steps {steps}")
     results = measure_all(rows, steps, interval_ms)
