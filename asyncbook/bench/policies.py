@@ -20,6 +20,7 @@ import numpy as np
 import asyncbook
 from asyncbook import Book, BookConfig
 from asyncbook.bench.about import describe_run
+from asyncbook.bench.pacing import percentiles_us
 from asyncbook.bench.workloads import EOS_TOKEN_ID, NUM_PROMPT_TOKENS, VOCAB_SIZE
 
 STEPS_PER_ROUND = 15
@@ -41,21 +42,12 @@ SPINNING: dict[str, dict[str, Any]] = {
 ON_THE_RUNNERS_CORE = "ring, spins, same core"
 
 
-PERCENTS = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-
-
 @dataclass
 class Costs:
     """Nanoseconds of each measured step: in the runner, and from the call until the step was published."""
 
     runner_ns: list[int] = field(default_factory=list)
     applied_ns: list[int] = field(default_factory=list)
-
-
-def percentiles_us(durations_ns: list[int]) -> dict[str, float]:
-    """By name."""
-    values = np.percentile(durations_ns, list(PERCENTS.values())) / 1000
-    return {name: round(float(value), 1) for name, value in zip(PERCENTS, values, strict=True)}
 
 
 class Runner:
