@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,25 @@ def test_behind_special_tokens_alone_it_is_written_as_the_first(kind: Kind, num_
     assert "cat" + kind.text.take_one(0) == kind.tokenizer.decode(prompt + ids)
 
 
+@pytest.mark.parametrize("uses_table", [True, False])
+def test_ids_of_a_prompt_that_are_no_text_but_are_there(tmp_path: Path, uses_table: bool) -> None:
+    """What the next id is written behind is found in front of them; a space alone is taken off, and takes it all."""
+    tokenizer = Tokenizer.from_str(metaspace().to_str())
+    parts = [("▁", " "), ("x", "")]
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(*part) for part in parts]
+        + [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = TextRows(tmp_path / "tokenizer.json", 1, uses_table=uses_table)
+    assert text.uses_table == uses_table
+    says_nothing, space, outputs = tokenizer.token_to_id("x"), tokenizer.token_to_id("▁"), tokenizer.encode("hello").ids
+    for prompt in ([*tokenizer.encode("cat").ids, *[says_nothing] * 30], [space]):
+        text.open(0, prompt)
+        text.append_one(0, outputs)
+        assert text.take_one(0) == " hello" == whole_text(tokenizer, prompt, outputs)
+
+
 @pytest.mark.parametrize("prompt", ["a 你", "你好" * 30, "🙂" * 40, "a" + "你" * 20 + "🙂" * 30])
 @pytest.mark.parametrize("num_cut", [0, 1, 2])
 def test_a_prompt_that_ends_within_a_character_changes_nothing(kind: Kind, prompt: str, num_cut: int) -> None:
@@ -342,8 +362,13 @@ def test_an_error_of_the_library_that_is_no_invalid_prefix_is_not_hidden(kinds: 
     kind.text.open(0, kind.prompt)
     stream = kind.text._streams[0]
     assert stream is not None
-    with pytest.raises(TypeError):
-        stream.step("no id")  # type: ignore[arg-type]
+
+    def fail(*arguments: object) -> str:
+        raise RuntimeError("another error")
+
+    stream._stream = SimpleNamespace(step=fail)
+    with pytest.raises(RuntimeError, match="another error"):
+        kind.text.append_one(0, kind.encode("cat"))
 
 
 # Rows that stop
