@@ -25,6 +25,7 @@ MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, its closing zero aside
 SOCKET_NAMES = ("commands", "events")
 
 MAX_QUEUED_COMMANDS = 8192
+NUM_DESCRIPTORS = 32  # of a context with two sockets, each with a peer, and of the process at the other end
 
 # option: (commands, events)
 SOCKET_OPTIONS: dict[int, tuple[int, int]] = {
@@ -53,6 +54,21 @@ def create_directory() -> Path:
         f"no folder for the sockets: a path may have {MAX_SOCKET_PATH_BYTES} bytes; tried {', '.join(tried)}; "
         f"set TMPDIR to a shorter folder that can be written"
     )
+
+
+def _check_descriptors() -> None:
+    """Raises `HandshakeFailed` where a channel would find no descriptors: libzmq ends the whole process then."""
+    spare: list[int] = []
+    try:
+        while len(spare) < NUM_DESCRIPTORS:
+            spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        raise HandshakeFailed(
+            f"a sidecar needs up to {NUM_DESCRIPTORS} descriptors: {error.strerror}; raise the limit (ulimit -n)"
+        ) from error
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
 
 
 def _open_sockets(context: zmq.Context) -> list[zmq.Socket]:  # type: ignore[type-arg]
@@ -101,6 +117,7 @@ class RunnerChannel(_Channel):
     """The runner's side. One for each sidecar: a new one starts with new sockets in a new directory."""
 
     def __init__(self) -> None:
+        _check_descriptors()
         super().__init__(create_directory())
         for name, socket in zip(SOCKET_NAMES, self._sockets, strict=True):
             socket.bind(f"ipc://{self.directory / name}")
