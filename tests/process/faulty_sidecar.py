@@ -50,9 +50,14 @@ WORDS = tuple(word.name for word in Word)
 TORN = "torn checkpoint"
 
 
+ONCE = ("serve", "take over", "run", "restore")  # in the life of a process
+NEVER = ("after serve", "after run")  # before the book is closed
+
+
 def points() -> list[str]:
     """All of them."""
-    return [f"{side} {name}" for name in (*FUNCTIONS, *WORDS) for side in ("before", "after")] + [TORN]
+    sides = [f"{side} {name}" for name in (*FUNCTIONS, *WORDS) for side in ("before", "after")]
+    return [point for point in sides if point not in NEVER] + [TORN]
 
 
 class Fault:
@@ -61,7 +66,7 @@ class Fault:
     def __init__(self, point: str, n: int, deaths: Path) -> None:
         self.point = point
         self.side, _, self.name = point.partition(" ")
-        self._left = n
+        self._left = 1 if self.name in ONCE else n
         self._deaths = deaths
 
     def is_fatal(self) -> bool:

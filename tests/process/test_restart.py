@@ -227,16 +227,21 @@ def test_no_descriptor_for_the_next_sidecar(one_config: BookConfig, runtime_dir:
     assert not [pid for pid, state in children().items() if state == "Z"]
 
 
+def patiently(book: Book, call: Callable[[], Any]) -> Any:
+    """The call's answer, once the sidecar has taken what was sent before."""
+    while True:
+        try:
+            return call()
+        except InFlightFull:
+            book.poll_outputs()
+
+
 def test_requests_without_a_step_are_forgotten(one_config: BookConfig) -> None:
     count = 20_000  # messages of more than fit the journal
     with asyncbook.spawn(one_config) as book:
         for number in range(count):
-            while True:
-                try:
-                    book.release(book.admit("a", [1]))
-                    break
-                except InFlightFull:
-                    book.poll_outputs()
+            row = patiently(book, lambda: book.admit("a", [1]))
+            patiently(book, lambda row=row: book.release(row))
             if number % 1000 == 0:
                 book.poll_outputs()
             if number == count // 2:
