@@ -94,7 +94,8 @@ class SidecarProcess:
         try:
             os.write(self._lifetime, wire.SETUP_LENGTH.pack(len(setup)) + setup)
         except BrokenPipeError:
-            raise self._died_while_starting() from None
+            if not is_restart:  # else its end is noticed like any other, and counted
+                raise self._died_while_starting() from None
 
     def shake_hands(self, timeout_s: float) -> None:
         """Until the sidecar is ready. Raises `HandshakeFailed` or `LayoutMismatch`, with the sidecar ended."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import zmq
 
 from asyncbook.ipc import wire
-from asyncbook.ipc.errors import BookClosed
+from asyncbook.ipc.errors import BookClosed, HandshakeFailed
 from asyncbook.ipc.runtime_dir import check_private, create_directory
 
 SOCKET_NAMES = ("commands", "events")
@@ -27,6 +27,7 @@ SOCKET_NAMES = ("commands", "events")
 _IPC_FILTER_UID = 59
 
 MAX_QUEUED_COMMANDS = 8192
+NUM_DESCRIPTORS = 32  # of a context with two sockets, each with a peer, and of the process at the other end
 
 # option: (commands, events)
 SOCKET_OPTIONS: dict[int, tuple[int, int]] = {
@@ -36,6 +37,21 @@ SOCKET_OPTIONS: dict[int, tuple[int, int]] = {
     # Connect only once the peer is there: a message sent too early is an error, not a queue that fills unseen.
     zmq.IMMEDIATE: (1, 1),
 }
+
+
+def _check_descriptors() -> None:
+    """Raises `HandshakeFailed` where a channel would find no descriptors: libzmq ends the whole process then."""
+    spare: list[int] = []
+    try:
+        while len(spare) < NUM_DESCRIPTORS:
+            spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        raise HandshakeFailed(
+            f"a sidecar needs up to {NUM_DESCRIPTORS} descriptors: {error.strerror}; raise the limit (ulimit -n)"
+        ) from error
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
 
 
 def _open_sockets(context: zmq.Context, max_command_bytes: int) -> list[zmq.Socket]:  # type: ignore[type-arg]
@@ -90,6 +106,7 @@ class RunnerChannel(_Channel):
     """
 
     def __init__(self) -> None:
+        _check_descriptors()
         super().__init__(create_directory(SOCKET_NAMES), wire.MAX_EVENT_BYTES)  # it receives no commands
         self._lock = threading.RLock()  # collected in the middle of a call, a book closes its channel in that thread
         self._close_event = os.eventfd(0, os.EFD_CLOEXEC)

@@ -212,10 +212,14 @@ class OutputsLogReader:
 
     def take(self) -> Record | None:
         """The next record, its columns copied, or None where there is none yet."""
-        heads = self._heads()
-        if not heads:
-            return None
-        _, which, position = min(heads)
+        while True:
+            heads = self._heads()
+            if not heads:
+                return None
+            number, which, position = min(heads)
+            if number == self.number + 1:
+                break
+            # The one before it came into the other log between the looks at the two: it is there now.
         ring = self._rings[which]
         number, num_lines, step, n, size, text_size = ring.header(position)
         block = ring.block(position, size + text_size).copy()
@@ -230,8 +234,7 @@ class OutputsLogReader:
         return bool(self._heads())
 
     def _heads(self) -> list[tuple[int, int, int]]:
-        """(number, log, position) of the first record of each log that has one. The outputs log is looked at first: a
-        record of it with a higher number makes the other's, which was published before, visible."""
+        """(number, log, position) of the first record of each log that has one."""
         heads = []
         for which in (0, 1):
             position, written = self._positions[which], self._written[which].load_acquire()

@@ -82,7 +82,7 @@ def _like(argument: Any) -> Any:
     return 0
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [name for name, (_, signatures) in KERNELS.items() if signatures[0]])
 def test_a_call_with_other_types_is_a_type_error(name: str) -> None:
     compiled, signatures = KERNELS[name]
     signature = signatures[0]
