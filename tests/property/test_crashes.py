@@ -222,6 +222,29 @@ def _released_while_full(book: MortalBook, lines: int) -> tuple[list[int | tuple
     return events["first"], book.stats().outputs_dropped_requests
 
 
+def test_what_an_abort_leaves_is_in_a_log_before_a_checkpoint_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncbook.sidecar, "FLUSH_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(checkpoint, "MAX_MESSAGES_BETWEEN", 1)
+    num_deaths = 0
+    with small_logs(0, 1 << 14):
+        for lines in range(5, 200, 2):
+            book = MortalBook.open(MORTAL_CONFIGS["long rows"])
+            row = book.admit("first", [1])
+            for _ in range(120):
+                book.submit(book.batch([row]), np.array([2], np.int32))
+                book.work()
+            book.executioner.doom(lines, lines)
+            book.abort(row)
+            events: Events = defaultdict(list)
+            for _ in range(5):
+                book.work()
+                add_events(events, map(plain, book.poll_outputs()))
+            assert events["first"] == [*[2] * 120, (Finish.ABORT, -1)], (lines, book.executioner.died_at)
+            num_deaths += book.executioner.num_deaths
+            book.close()
+    assert num_deaths > 10
+
+
 def test_an_embedded_book_writes_no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint.kernels, "write_checkpoint", None)
     with asyncbook.open(CONFIGS["many in flight"]) as book:
