@@ -6,6 +6,7 @@ changed nothing. Where messages go, and how to wait for them, is left to `Embedd
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -21,13 +22,13 @@ from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams, is_int
 from asyncbook.frame import Frame, FrameViews
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import (
+    AsyncbookError,
     BookClosed,
     FrameExpired,
     InFlightFull,
     InvalidBatch,
     InvalidRequest,
     NotApplied,
-    PeerError,
 )
 from asyncbook.ipc.histogram import bucket_of
 from asyncbook.ipc.layout import INT32_MAX, Counter, RowCounter, RunnerHistogram, SubmissionWord, Word
@@ -45,6 +46,16 @@ _SUBMITTED_STEP, _FIRST_NS = int(SubmissionWord.STEP), int(SubmissionWord.FIRST_
 
 if TYPE_CHECKING:
     from asyncbook.device.link import DeviceLink
+
+_books: weakref.WeakSet[Book] = weakref.WeakSet()
+
+
+def _disown_books() -> None:
+    for book in _books:
+        book._disown()
+
+
+os.register_at_fork(after_in_child=_disown_books)
 
 
 _PLAIN = (np.ndarray, type(None))  # drafts that need no look
@@ -85,9 +96,11 @@ class Book(OutputsReader):
         self._submitted_step = 0
         self._known_applied_step = 0
         self._seq = 0
-        self._ended_by: PeerError | None = None  # what ended the book, once that is known: later calls fail at once
         self._device = DeviceSide(config.device, segment, self._frames, has_ring=self._has_ring)
         self._copies = self._device.copies
+        self._ended_by: AsyncbookError | None = None  # what ended the book, once known: later calls fail at once
+        self._foreign: BookClosed | None = None  # in a process forked from the book's own: why it can only be read
+        _books.add(self)
 
     # Where a book differs from another
 
@@ -111,6 +124,19 @@ class Book(OutputsReader):
     @abstractmethod
     def close(self) -> None:
         """Ends the book; a sidecar applies what was sent first. Idempotent. Arrays taken before stay readable."""
+
+    def _check_ours(self) -> None:
+        """Raises in a process forked from the book's own: what it wrote, and the outputs it took, its parent would
+        miss."""
+        if self._foreign is not None:
+            raise self._foreign
+
+    def _disown(self) -> None:
+        """This is a forked child now."""
+        self._foreign = self._ended_by = BookClosed(
+            f"the book belongs to process {os.getppid()}, from which process {os.getpid()} was forked: "
+            f"here it can only be read; open or spawn another one"
+        )
 
     # The life of a row
 

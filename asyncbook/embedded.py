@@ -111,6 +111,7 @@ class EmbeddedBook(Book):
         self._check_submitted(step)
 
     def _take_outputs(self) -> StepOutputs | None:
+        self._check_ours()
         if not self._has_gathered:
             self._gather()
         taken = self._queue.take()

@@ -47,10 +47,17 @@ class DescriptorWaiters:
         """Ends every wait for them and watches them no longer: they are about to be closed, and their numbers to be
         used again."""
         for key in [key for key in self._waiters if key[1] in descriptors]:
-            waiters = self._waiters[key]
-            self._unwatch(key)
-            if not key[0].is_closed():
-                _wake(waiters)
+            loop = key[0]
+            if loop.is_running() and loop is not asyncio._get_running_loop():
+                loop.call_soon_threadsafe(self._forget, key)  # a book closed by another thread
+            else:
+                self._forget(key)
+
+    def _forget(self, key: _Key) -> None:
+        waiters = self._waiters.get(key, set())
+        self._unwatch(key)
+        if not key[0].is_closed():
+            _wake(waiters)
 
     def forget_all(self) -> None:
         """`forget` for everything that is waited for."""
