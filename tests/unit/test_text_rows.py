@@ -1,4 +1,4 @@
-"""Text of rows, one thing at a time: behind which prompt, at the end, in what memory, and which tokenizer is a table."""
+"""Text of rows, one thing at a time: behind which prompt, at its end, in what memory; which tokenizer is a table."""
 
 from __future__ import annotations
 
