@@ -1,6 +1,6 @@
 """Faults in the text of rows for `mutate.py`: name, file, text, what replaces it; and the tests that must find them."""
 
-TESTS = ("tests/unit/test_stops.py", "tests/unit/test_text.py")
+TESTS = ("tests/unit/test_stops.py", "tests/unit/test_text_rows.py", "tests/unit/test_text.py")
 KERNELS, ROWS, STOPS, IDS = "worker/text_kernels.py", "worker/text.py", "worker/stops.py", "worker/detokenize.py"
 
 FAULTS = (
