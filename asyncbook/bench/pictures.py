@@ -178,6 +178,7 @@ def _draw_exposed(axes: Axes, cases: Sequence[Case]) -> None:
     axes.set_yticks([index + 0.4 - height / 2 for index in range(len(names))], names)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.margins(x=0.15)  # for the labels
     axes.set_title(
         "exposed bookkeeping: us a step between passes, beyond the passes alone (log)", fontsize=10, loc="left"
     )
