@@ -1,4 +1,5 @@
-"""The command line: `asyncbook bench ...`, `demo` and `top`. A command's module is imported when it is asked for."""
+"""The command line: `asyncbook bench ...`, `demo`, `doctor` and `top`. A command's module is imported when it is asked
+for."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ else:
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",
     )
-    commands = {"demo": "asyncbook.demo.command:demo_command", "top": "asyncbook.top:top_command"}
+    commands = {
+        "demo": "asyncbook.demo.command:demo_command",
+        "doctor": "asyncbook.doctor:doctor_command",
+        "top": "asyncbook.top:top_command",
+    }
     main = LazyGroup("asyncbook", commands, "Token bookkeeping for LLM engines.")
     main.add_command(bench)
 

@@ -27,6 +27,7 @@ SOCKET_NAMES = ("commands", "events")
 _IPC_FILTER_UID = 59
 
 MAX_QUEUED_COMMANDS = 8192
+LIBZMQ_VERSION = zmq.zmq_version()
 NUM_DESCRIPTORS = 32  # of a context with two sockets, each with a peer, and of the process at the other end
 
 # option: (commands, events)

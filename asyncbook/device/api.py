@@ -7,6 +7,7 @@ returns at once. Streams and events are the device's own; nobody else looks into
 from __future__ import annotations
 
 import logging
+import mmap
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
@@ -119,3 +120,18 @@ def pin(device: Device, address: int, num_bytes: int) -> bool:
         _refusals[device.name] = reason
         _say_pageable(device.name, reason)
     return not reason
+
+
+def why_not_pinned() -> str | None:
+    """Why memory as a book's cannot be pinned for the current CUDA device, "" where it can; None without a device.
+    Tries it, and remembers nothing."""
+    if _count_cuda_devices() == 0:
+        return None
+    device = open_device("cuda")
+    assert device is not None
+    memory = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)  # shared, as a book's
+    address = memory.ctypes.data
+    reason = device.register(address, memory.nbytes)
+    if not reason:
+        device.unregister(address)
+    return reason
