@@ -101,4 +101,4 @@ def test_most_rows_do_not_take_the_slow_way(make_engine: MakeEngine) -> None:
     columns._grow, columns._look_at = counted_grow, counted_look_at
     run(llm, SCENARIOS["greedy"])
     del columns._grow, columns._look_at
-    assert done > 8 * slow
+    assert done > 3 * slow  # two steps in 32 fill a block or begin one; the first and the last are slow as well
