@@ -285,7 +285,10 @@ class Traffic:
         return wire.Release(seq, *self._row())
 
     def _restore(self, seq: int) -> wire.AnyCommand:
-        rows = [wire.RestoredRow(row, [1, 2]) for row in range(self._random.randint(0, LAYOUT.max_num_reqs))]
+        rows = [
+            wire.RestoredRow(row, [1, 2], [], False, True)
+            for row in range(self._random.randint(0, LAYOUT.max_num_reqs))
+        ]
         return wire.Restore(seq - 1, rows, [wire.RestoredBatch(0, NO_BYTES)])
 
 
@@ -443,7 +446,7 @@ def restore_of(fuzzed: Fuzzed) -> bytes:
     ledger = fuzzed.ledger
     counts = ledger.work[Field.NUM_STOP_IDS]
     rows = [
-        wire.RestoredRow(row, ledger.stop_ids[row, : counts[row]].tolist())
+        wire.RestoredRow(row, ledger.stop_ids[row, : counts[row]].tolist(), [], False, True)
         for row in np.flatnonzero(ledger.work[Field.STATE]).tolist()
     ]
     batches = [
