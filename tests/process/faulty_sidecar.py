@@ -28,7 +28,7 @@ from asyncbook.worker import __main__ as sidecar
 
 # name: (module, owner in it or "", attribute)
 FUNCTIONS = {
-    "serve": ("worker.__main__", "", "_serve"),
+    "serve": ("worker.serve", "", "_serve"),
     "take over": ("worker.checkpoint", "Checkpoints", "take_over"),
     "run": ("worker.duty", "DutyCycle", "run"),
     "restore": ("worker.ledger", "Ledger", "_restore"),
