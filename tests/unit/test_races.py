@@ -176,7 +176,7 @@ def test_the_runner_says_that_it_waits_then_looks(monkeypatch: pytest.MonkeyPatc
     book._process = type("Process", (), {"pidfd": 0, "is_alive": lambda self: True})()  # type: ignore[assignment]
     book._awaited_steps, book._submitted_step, book._known_applied_step = [], 7, 6
     book._is_closed, book._ended_by, book._foreign = False, None, None
-    book._supervisor = SimpleNamespace(is_down=False)  # type: ignore[assignment]
+    book._supervisor = SimpleNamespace(is_down=False, num_restarts=0)  # type: ignore[assignment]
     book.wait_applied(7)
     assert log == [
         "published_step.load_acquire()",
