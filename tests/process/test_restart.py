@@ -236,7 +236,7 @@ def patiently(book: Book, call: Callable[[], Any]) -> Any:
 
 
 def test_requests_without_a_step_are_forgotten(one_config: BookConfig) -> None:
-    count = 9_000  # two messages each: more than fit the journal
+    count = 20_000  # messages of more than fit the journal
     with asyncbook.spawn(one_config) as book:
         for number in range(count):
             row = patiently(book, lambda: book.admit("a", [1]))
