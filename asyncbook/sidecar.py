@@ -22,7 +22,7 @@ from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
-from asyncbook.journal import MAX_MESSAGES, TRIM_AT_MESSAGES, Journal
+from asyncbook.journal import MAX_MESSAGES, Journal
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
 from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
@@ -64,7 +64,7 @@ class SidecarBook(Book):
         self._applied_seq = SharedWord(words, Word.APPLIED_SEQ)
         self._channel = channel
         self._process = process
-        self._journal = Journal()
+        self._journal = Journal(self._checkpoint_seq.load_acquire)
         jit.compile_all()
         process.shake_hands(config.start_timeout_s)
         self._supervisor = Supervisor(config, segment.descriptor, Link(channel, process))
@@ -81,7 +81,6 @@ class SidecarBook(Book):
         data = wire.encode(message)
         self._deliver(message.seq, data)
         self._journal.add(message, data)
-        self._trim_journal()
 
     def _deliver(self, seq: int, data: bytes) -> None:
         """To the sidecar; where there is none at the moment, the next one gets it from the journal."""
@@ -97,14 +96,7 @@ class SidecarBook(Book):
         if not self._supervisor.is_down or len(self._journal) >= MAX_MESSAGES:
             raise InFlightFull(f"message {seq} does not fit: the sidecar has not taken the ones before it")
 
-    def _trim_journal(self) -> None:
-        if len(self._journal) >= TRIM_AT_MESSAGES:
-            self._journal.trim(self._checkpoint_seq.load_acquire())
-
-    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
-        if self._sends_by_ring:
-            self._fill_ring(self._ring, step, batch, n, sampled, drafts)
-            return
+    def _send_by_zmq(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
         area = self._area
         width, draft_width = area.put(n, sampled, drafts)
         slot = self._known_slot(batch)
@@ -114,31 +106,31 @@ class SidecarBook(Book):
         self._deliver(seq, data)
         self._seq = seq
         self._journal.add_step(seq, data, batch)
-        self._trim_journal()
 
-    def _fill_ring(
-        self, ring: SampleRingWriter, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None
-    ) -> None:
+    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+        # A forward pass has emptied the caches: each function that is called here costs a microsecond.
+        if not self._sends_by_ring:
+            self._send_by_zmq(step, batch, n, sampled, drafts)
+            return
+        if self._supervisor.is_down:
+            self._check_alive()
         draft_width = 0
         if drafts is not None:
             self._next_seq()  # raises where nothing may be written
-            target = ring.draft_token_ids[step % len(ring.draft_token_ids)]
+            target = self._ring.draft_token_ids[step % self._num_ring_slots]
             draft_width = stage_ids(drafts, n, self.config.num_spec_tokens, target)
         if not self._slots.is_known(batch):  # nothing is sent for ids that will be refused
-            check_ids("sampled_token_ids", sampled, n, 1 + self.config.num_spec_tokens)
-        if self._supervisor.is_down:
-            self._check_alive()
-        slot = self._known_slot(batch)
+            check_ids("sampled_token_ids", sampled, n, self._max_width)
+            self._known_slot(batch)
         seq = self._next_seq()
         try:
-            filled = ring.fill(sampled, n, step, seq, slot, draft_width)
+            filled = self._ring.fill(sampled, n, step, seq, batch.slot, draft_width)
         except TypeError:
             raise NotAsTheyAre from None
         if filled == 0:
             raise NotAsTheyAre
         self._seq = seq
         self._journal.add_step(seq, None, batch)
-        self._trim_journal()
         if filled < 0:
             self._channel.ring_doorbell()
 
@@ -161,7 +153,6 @@ class SidecarBook(Book):
         link.bring(step, *brought)
         self._seq = seq
         self._journal.add_step(seq, None, batch)
-        self._trim_journal()
         if ring.describe(step, seq, slot, *widths):
             self._channel.ring_doorbell()
 
@@ -207,7 +198,7 @@ class SidecarBook(Book):
 
     def _adopt(self, link: Link) -> None:
         """Tells the next sidecar what it cannot know, and everything that its predecessor may not have done."""
-        restore = self._journal.restore(self._checkpoint_seq.load_acquire(), self._slots.known_batches)
+        restore = self._journal.restore(self._slots.known_batches)
         for data in [wire.encode(restore), *self._journal.messages()]:
             while not link.channel.send_command(data):
                 if not link.channel.wait_command_room(SEND_TIMEOUT_MS) and not link.process.is_alive():

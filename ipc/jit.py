@@ -19,7 +19,7 @@ import numba
 from numba.core import config
 
 KERNEL_SOURCES = {
-    "asyncbook.ipc": ("columns.py", "jit.py", "layout.py", "publish.py", "staging.py", "wire.py"),
+    "asyncbook.ipc": ("columns.py", "jit.py", "layout.py", "publish.py", "staging.py", "wire.py", "words.py"),
     "asyncbook.worker": ("kernels.py", "life.py", "rules.py", "scatter_kernels.py", "text_kernels.py", "warm.py"),
 }
 
