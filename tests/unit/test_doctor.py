@@ -17,9 +17,11 @@ pytest.importorskip("rich")
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from asyncbook import BookConfig, doctor
+from asyncbook import BookConfig
+from asyncbook import doctor_checks as doctor
 from asyncbook.__main__ import main
-from asyncbook.doctor import CHECKS, MIB, WIDTH, Finding, make_table, run_checks
+from asyncbook.doctor import WIDTH, make_table
+from asyncbook.doctor_checks import CHECKS, MIB, Finding, run_checks
 from asyncbook.ipc import jit, runtime_dir
 from asyncbook.ipc.channel import NUM_DESCRIPTORS
 from asyncbook.ipc.layout import Layout
