@@ -6,6 +6,7 @@ changed nothing. Where messages go, and how to wait for them, is left to `Embedd
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -21,13 +22,13 @@ from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams, is_int
 from asyncbook.frame import Frame, FrameViews
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import (
+    AsyncbookError,
     BookClosed,
     FrameExpired,
     InFlightFull,
     InvalidBatch,
     InvalidRequest,
     NotApplied,
-    PeerError,
 )
 from asyncbook.ipc.histogram import bucket_of
 from asyncbook.ipc.layout import INT32_MAX, NUM_HISTOGRAM_BUCKETS, Counter, RowCounter, Word
@@ -44,6 +45,16 @@ from asyncbook.stats import (
     make_stats,
     spec_decode_stats,
 )
+
+_books: weakref.WeakSet[Book] = weakref.WeakSet()
+
+
+def _disown_books() -> None:
+    for book in _books:
+        book._disown()
+
+
+os.register_at_fork(after_in_child=_disown_books)
 
 
 class Book(ABC):
@@ -72,7 +83,9 @@ class Book(ABC):
         self._known_applied_step = 0
         self._seq = 0
         self._is_closed = False
-        self._ended_by: PeerError | None = None  # what ended the book, once that is known: later calls fail at once
+        self._ended_by: AsyncbookError | None = None  # what ended the book, once known: later calls fail at once
+        self._foreign: BookClosed | None = None  # in a process forked from the book's own: why it can only be read
+        _books.add(self)
 
     # Where a book differs from another
 
@@ -104,6 +117,19 @@ class Book(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the book; a sidecar applies what was sent first. Idempotent. Arrays taken before stay readable."""
+
+    def _check_ours(self) -> None:
+        """Raises in a process forked from the book's own: what it wrote, and the outputs it took, its parent would
+        miss."""
+        if self._foreign is not None:
+            raise self._foreign
+
+    def _disown(self) -> None:
+        """This is a forked child now."""
+        self._foreign = self._ended_by = BookClosed(
+            f"the book belongs to process {os.getppid()}, from which process {os.getpid()} was forked: "
+            f"here it can only be read; open or spawn another one"
+        )
 
     def _check_alive(self) -> None:
         """Raises what ended the book, if something did."""

@@ -87,6 +87,7 @@ class EmbeddedBook(Book):
         self._check_submitted(step)
 
     def poll_outputs(self) -> list[StepOutputs]:
+        self._check_ours()
         taken = self._queue.take()
         if not self._is_closed and self._bookkeeper.flush():
             taken += self._queue.take()  # what the full queue had no room for

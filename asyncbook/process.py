@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from asyncbook.config import BookConfig
 from asyncbook.ipc import errors, wire
@@ -19,6 +18,7 @@ from asyncbook.ipc.layout import LAYOUT_VERSION
 
 logger = logging.getLogger("asyncbook")
 
+RUNNER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that the sidecar leaves to the runner
 SIDECAR_MODULE = "asyncbook.worker"
 LOG_NAME = "sidecar.log"
 LOG_TAIL_LINES = 10
@@ -48,7 +48,7 @@ class SidecarProcess:
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
         try:
-            self._hand_over_setup(config, channel.directory, is_restart)
+            self._hand_over_setup(config, is_restart)
         except BaseException:
             self.kill()
             raise
@@ -56,12 +56,13 @@ class SidecarProcess:
     def _start(self, segment_descriptor: int, lifetime_read: int) -> subprocess.Popen[bytes]:
         descriptors = (segment_descriptor, lifetime_read)
         # -P: the runner's working directory is no place to import from. One BLAS thread: the sidecar needs none.
-        command = [sys.executable, "-P", "-m", SIDECAR_MODULE, *map(str, descriptors)]
+        arguments = map(str, (*descriptors, self._owner_pid, self._log_path.parent))
+        command = [sys.executable, "-P", "-m", SIDECAR_MODULE, *arguments]
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with self._log_path.open("wb") as log:
             # The sidecar inherits the mask, and lifts it once it ignores these: until then they would end it. Meant for
             # the runner, they reach it a moment later.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, wire.RUNNER_SIGNALS)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, RUNNER_SIGNALS)
             try:
                 return subprocess.Popen(
                     command,
@@ -74,16 +75,14 @@ class SidecarProcess:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _hand_over_setup(self, config: BookConfig, directory: Path, is_restart: bool) -> None:
+    def _hand_over_setup(self, config: BookConfig, is_restart: bool) -> None:
         setup = wire.encode(
             wire.Setup(
                 self._token,
-                str(directory),
                 config.vocab_size,
                 config.spin_us,
                 config.idle_policy,
                 config.sidecar_cpu,
-                os.getpid(),
                 wire.max_command_bytes(config.layout),
                 is_restart,
                 wire.schema_hash(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
@@ -30,6 +31,7 @@ from asyncbook.waiting import DescriptorWaiters
 
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
 SEND_TIMEOUT_MS = 100
+STOP_TIMEOUT_MS = 1000
 FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs; a live sidecar needs microseconds
 
 
@@ -63,6 +65,7 @@ class SidecarBook(Book):
         self._awaited_steps: list[int] = []
         self._waiters = DescriptorWaiters()
         self._fault = ""
+        self._close_lock = threading.RLock()
 
     # Sending
 
@@ -106,6 +109,7 @@ class SidecarBook(Book):
     ) -> None:
         draft_width = 0
         if drafts is not None:
+            self._next_seq()  # raises where nothing may be written
             target = ring.draft_token_ids[step % len(ring.draft_token_ids)]
             draft_width = stage_ids(drafts, n, self.config.num_spec_tokens, target)
         if not self._slots.is_known(batch):  # nothing is sent for ids that will be refused
@@ -205,6 +209,7 @@ class SidecarBook(Book):
         self._check_submitted(step)
         if self._known_applied_step >= step or self.applied_step >= step:
             return
+        self._check_ours()
         spin_until_ns = time.monotonic_ns() + SPIN_NS
         while time.monotonic_ns() < spin_until_ns:
             if self.applied_step >= step:
@@ -236,6 +241,7 @@ class SidecarBook(Book):
         self._check_submitted(step)
         if self.applied_step >= step:
             return
+        self._check_ours()
         self._awaited_steps.append(step)
         try:
             while True:
@@ -263,6 +269,7 @@ class SidecarBook(Book):
     def poll_outputs(self) -> list[StepOutputs]:
         if self._is_closed:
             return []
+        self._check_ours()
         self._wait_flushed(self.applied_step)
         outputs = []
         while (step_outputs := self._take_outputs()) is not None:
@@ -290,6 +297,7 @@ class SidecarBook(Book):
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
         while not self._is_closed:
+            self._check_ours()
             # The descriptor tells of new events only once all that came before are received.
             self._drain_events()
             self._wake_at_outputs.store_release(self._outputs_log.number + 1)
@@ -308,17 +316,25 @@ class SidecarBook(Book):
         return self._process.pid
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        if self._process.is_ours() and not self._supervisor.is_down and self._process.is_alive():
-            self._stop_sidecar()
-        self._is_closed = True
-        self._waiters.forget_all()
-        self._finalizer()
-        self._segment.close()
+        with self._close_lock:  # a second thread that closes waits for the first
+            if self._is_closed:
+                return
+            self._is_closed = True  # from here on no call in another thread sends anything
+            is_ours = self._process.is_ours()
+            if is_ours:
+                self._channel.end_waits()
+            if is_ours and not self._supervisor.is_down and self._process.is_alive():
+                self._stop_sidecar()
+            self._waiters.forget_all()
+            if is_ours:
+                self._channel.close()  # before the descriptors go that a call in another thread may look at
+            self._finalizer()
+            self._segment.close()
 
     def _stop_sidecar(self) -> None:
         """Lets it apply what was sent before, and waits for its end while its lifetime pipe is still open."""
-        seq = self._seq + 1
-        if self._channel.send_command(wire.encode(wire.Stop(seq))):
+        stop = wire.encode(wire.Stop(self._seq + 1))
+        if self._channel.send_command(stop) or (
+            self._channel.wait_command_room(STOP_TIMEOUT_MS) and self._channel.send_command(stop)
+        ):
             self._process.wait_ended()

@@ -38,9 +38,17 @@ class DescriptorWaiters:
         """Ends every wait for them and watches them no longer: they are about to be closed, and their numbers to be
         used again."""
         for descriptor in descriptors:
-            self._wake(descriptor)
-            for future in list(self._waiters.pop(descriptor, ()))[:1]:
-                future.get_loop().remove_reader(descriptor)
+            for future in list(self._waiters.get(descriptor, ()))[:1]:
+                loop = future.get_loop()
+                if loop.is_running() and loop is not asyncio._get_running_loop():
+                    loop.call_soon_threadsafe(self._forget, descriptor, loop)  # a book closed by another thread
+                else:
+                    self._forget(descriptor, loop)
+
+    def _forget(self, descriptor: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._wake(descriptor)
+        if self._waiters.pop(descriptor, None) is not None:
+            loop.remove_reader(descriptor)
 
     def forget_all(self) -> None:
         """`forget` for everything that is waited for."""

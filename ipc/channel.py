@@ -138,11 +138,14 @@ class RunnerChannel(_Channel):
             self._check_open()
             return int(self._events.getsockopt(zmq.FD))
 
+    def end_waits(self) -> None:
+        """Ends a wait in another thread, and every later one at once."""
+        if self._close_event >= 0:
+            os.eventfd_write(self._close_event, 1)
+
     def close(self) -> None:
-        """Ends a wait in another thread, closes the sockets and removes the directory. Idempotent."""
-        if self._close_event < 0:
-            return
-        os.eventfd_write(self._close_event, 1)
+        """Closes the sockets and removes the directory. Idempotent."""
+        self.end_waits()
         with self._lock:
             if self._close_event < 0:
                 return

@@ -7,7 +7,6 @@ applies each once. Arrays travel as raw little-endian bytes and are read without
 from __future__ import annotations
 
 import hashlib
-import signal
 import struct
 import typing
 from typing import Any
@@ -146,19 +145,14 @@ class Setup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """First thing in the sidecar's lifetime pipe: what it needs and does not find in the segment."""
 
     token: bytes
-    directory: str
     vocab_size: int
     spin_us: int
     idle_policy: str
     sidecar_cpu: int | None
-    runner_pid: int
     max_command_bytes: int
     is_restart: bool  # another sidecar had the segment before: wait for `Restore`
     schema_hash: str
 
-
-# Sent to whole groups of processes, they are the runner's to answer.
-RUNNER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # The set-up goes through a pipe: its length, then its bytes.
 SETUP_LENGTH = struct.Struct("<I")

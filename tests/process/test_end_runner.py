@@ -1,5 +1,4 @@
-"""How a sidecar ends with its runner: killed, interrupted, or at the end of its interpreter. The runner of these tests
-is a program of its own, which tells of its sidecar on standard output."""
+"""How a sidecar ends with its runner: killed, interrupted, or at the end of its interpreter."""
 
 from __future__ import annotations
 
@@ -7,96 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import TIMEOUT_S
 from tests.process.leftovers import WatchedProcess
-
-PROLOGUE = """
-import os, signal, sys, threading
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
-import numpy as np
-import asyncbook
-config = asyncbook.BookConfig(max_num_reqs=4, max_model_len=100_000, vocab_size=100, transport={transport!r})
-book = asyncbook.spawn(config)
-row = book.admit("a", [1])
-batch = book.batch([row])
-ids = np.array([5], np.int32)
-
-def step():
-    book.wait_room()
-    number = book.submit(batch, ids)
-    book.wait_applied(number)
-    return number
-
-def say(*words):
-    print(*words, flush=True)
-
-step()
-"""
-TELL = "say(book.sidecar_pid)"  # from here on the test knows the sidecar, and may do what it is about
-WAITS_FOR_EVER = "threading.Event().wait()"
-WORKS_FOR_EVER = "while True: step()"
-
-
-class Runner(NamedTuple):
-    """A runner's program and its sidecar."""
-
-    process: subprocess.Popen[str]
-    sidecar: WatchedProcess
-
-    def end(self) -> tuple[int, str, str]:
-        """Its exit status and what it said since its sidecar was told, once it and its sidecar have ended."""
-        output, errors = self.process.communicate(timeout=TIMEOUT_S)
-        assert self.sidecar.wait_end(), "the sidecar lives on"
-        return self.process.returncode, output, errors
-
-
-Start = Callable[..., Runner]
-
-
-@pytest.fixture
-def start(runtime_dir: Path, tmp_path: Path) -> Iterator[Start]:
-    """`start(program, transport="zmq")`: a runner that has a book with one step applied, then runs the program."""
-    runners: list[Runner] = []
-
-    def begin(program: str, transport: str = "zmq") -> Runner:
-        if TELL not in program:
-            program = f"{TELL}\n{program}"
-        process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", PROLOGUE.format(transport=transport) + program],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            process_group=0,
-        )
-        assert process.stdout is not None
-        first_line = process.stdout.readline()
-        if not first_line:
-            raise AssertionError(process.communicate(timeout=TIMEOUT_S))
-        runners.append(Runner(process, WatchedProcess(int(first_line))))
-        return runners[-1]
-
-    yield begin
-    for runner in runners:
-        if runner.process.poll() is None:
-            runner.process.kill()
-        runner.process.communicate(timeout=TIMEOUT_S)
-        runner.sidecar.close()
-
-
-def nothing_left(runtime_dir: Path) -> bool:
-    """No directory, no socket file, no memory with a name."""
-    assert [str(path) for path in runtime_dir.rglob("*")] == []
-    assert not [name for name in os.listdir("/dev/shm") if "asyncbook" in name]
-    return True
-
+from tests.process.runners import TELL, WAITS_FOR_EVER, WORKS_FOR_EVER, Start, nothing_left
 
 # The runner is killed
 
