@@ -1,4 +1,5 @@
-"""The command line: `asyncbook bench ...`, `asyncbook demo`. A command's module is imported when it is asked for."""
+"""The command line: `asyncbook bench ...`, `asyncbook demo`, `asyncbook doctor`. A command's module is imported when it
+is asked for."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ else:
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",
     )
-    main = LazyGroup("asyncbook", {"demo": "asyncbook.demo.command:demo_command"}, "Token bookkeeping for LLM engines.")
+    main = LazyGroup(
+        "asyncbook",
+        {"demo": "asyncbook.demo.command:demo_command", "doctor": "asyncbook.doctor:doctor_command"},
+        "Token bookkeeping for LLM engines.",
+    )
     main.add_command(bench)
 
 

@@ -235,3 +235,18 @@ def _fake_spans(tensor: torch.Tensor, *arguments: Any) -> None:
 _LIBRARY: Any = torch.library.Library("asyncbook", "DEF")  # type: ignore[no-untyped-call]
 _define("assign_spans_", "Tensor values")
 _define("fill_spans_", "Scalar value")
+
+
+def diagnosis() -> list[tuple[bool, str, str]]:
+    """(is as it should be, what was found, what to do) of torch and its devices, for `asyncbook doctor`."""
+    if not torch.cuda.is_available():
+        return [(True, f"torch {torch.__version__} without a CUDA device", "")]
+    count = torch.cuda.device_count()
+    found = [
+        (True, f"torch {torch.__version__}, {count} CUDA devices, the first a {torch.cuda.get_device_name(0)}", "")
+    ]
+    try:
+        is_pinned = torch.empty(1, pin_memory=True).is_pinned()
+    except RuntimeError as error:
+        return [*found, (False, f"memory cannot be pinned: {error}", "copies will block; look at ulimit -l")]
+    return [*found, (is_pinned, "memory can be pinned" if is_pinned else "memory is not pinned", "")]
