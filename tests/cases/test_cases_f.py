@@ -252,12 +252,12 @@ def test_f11_an_idle_sidecar_sleeps(make_book: MakeBook) -> None:
 def test_f12_a_runner_that_forks_by_habit(tmp_path: Path) -> None:
     """The start method is fork, a thread holds a lock, zmq is in use: the sidecar is a fresh process all the same."""
     program = f"""
-import multiprocessing, threading, logging, zmq
+import multiprocessing, threading, zmq
 multiprocessing.set_start_method("fork")
 context = zmq.Context.instance()
 socket = context.socket(zmq.PAIR)
 lock = threading.Lock()
-hold = lambda: (lock.acquire(), logging._lock.acquire(), threading.Event().wait())
+hold = lambda: (lock.acquire(), threading.Event().wait())
 threading.Thread(target=hold, daemon=True).start()
 import asyncbook, numpy as np, os
 with asyncbook.spawn(asyncbook.BookConfig(**{SMALL!r})) as book:
