@@ -264,7 +264,7 @@ with asyncbook.spawn(asyncbook.BookConfig(**{SMALL!r})) as book:
     row = book.admit("a", [1])
     book.wait_applied(book.submit(book.batch([row]), np.array([5], np.int32)), 20)
     maps = open(f"/proc/{{book.sidecar_pid}}/maps").read()
-    print(book.token_ids(row).tolist(), "torch" in maps, "cuda" in maps)
+    print(book.token_ids(row).tolist(), "torch" in maps, "cuda" in maps, flush=True)
 os._exit(0)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
