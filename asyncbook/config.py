@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from asyncbook.ipc.errors import InvalidRequest
 from asyncbook.ipc.layout import INT32_MAX, MAX_IN_FLIGHT, MAX_POSITIONS, MAX_ROWS, MAX_SPEC_TOKENS, Layout
-from asyncbook.ipc.wire import MAX_STOP_IDS
+from asyncbook.ipc.wire import MAX_STOP_BYTES, MAX_STOP_IDS
 
 TRANSPORTS = ("zmq", "ring")
 RESTARTS = ("replay", "fail")
@@ -131,6 +131,9 @@ class RequestParams:
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the string {self.stop!r}, expected a sequence of strings")
         _check_strings("stop", self.stop)
+        num_stop_bytes = sum(len(string.encode()) for string in self.stop)
+        if num_stop_bytes > MAX_STOP_BYTES:
+            raise InvalidRequest(f"stop holds strings of {num_stop_bytes} bytes, at most {MAX_STOP_BYTES}")
         if self.stop and not has_tokenizer:
             raise InvalidRequest(f"stop is {self.stop!r}, which needs a book with tokenizer=")
         if self.logprobs is not None:

@@ -14,21 +14,20 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from asyncbook.ipc.layout import Layout
+from asyncbook.ipc.limits import ADDRESS_SPACE, PROCESS_LIMITS, memory_limits
 
 Status = Literal["ok", "warning", "error"]
 
 MIB = 1 << 20
 SIDECAR_BYTES = 128 * MIB  # of a sidecar beside its book: the interpreter, numpy, numba and the kernels
 SIDECAR_MAPPED_BYTES = 640 * MIB  # the same with all that is mapped and never touched
-NO_LIMIT_BYTES = 1 << 60  # version 1 of control groups says "none" with a number just below 2**63
 REQUIRED = ("numpy", "numba", "pyzmq", "msgspec")
 OPTIONAL = ("torch", "tokenizers")
 EMBEDDED = "asyncbook.open does without"
@@ -120,98 +119,33 @@ def check_eventfd(layout: Layout | None) -> Finding:
 # Memory
 
 
-def _available_bytes() -> int | None:
-    """What the machine can give without swapping."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _number_in(path: Path) -> int | None:
-    """None where the file is not there, or says "max"."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _reclaimable_bytes(folder: Path) -> int:
-    """Files in the page cache count as used, and go when memory is needed. Version 1 counts those of groups below
-    under a name of their own."""
-    stat: dict[str, str] = {}
-    with suppress(OSError):
-        stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
-    return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-
-
-def _group_folders(groups: str, mount: Path) -> Iterator[tuple[Path, str, str]]:
-    """Folders of this process's control groups up to the root, each with the names of its limit and usage."""
-    for line in groups.splitlines():
-        number, controllers, group = line.split(":", 2)
-        if number == "0":
-            top, names = mount, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            top, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        # In a container the path may be the host's, of which only the root is mounted: what is missing is passed over.
-        folder = top / group.strip("/")
-        yield from ((each, *names) for each in (folder, *folder.parents) if each.is_relative_to(top))
-
-
-def _group_bytes(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the tightest control group leaves; None where none has a limit. A group's shared memory counts in it."""
-    rooms = []
-    with suppress(OSError):
-        for folder, limit_name, usage_name in _group_folders(groups.read_text(), mount):
-            limit, usage = _number_in(folder / limit_name), _number_in(folder / usage_name)
-            if limit is not None and usage is not None and limit < NO_LIMIT_BYTES:
-                rooms.append(max(0, limit - usage + _reclaimable_bytes(folder)))
-    return min(rooms, default=None)
-
-
-def _mappable_bytes() -> int | None:
-    """RLIMIT_AS, which a sidecar inherits; None without such a limit. How much of it an engine has used up is not known
-    here."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _check_room(name: str, layout: Layout | None, room: int, found: str, beside: int = 0) -> Finding:
-    """Whether a book and so many bytes beside it find room. Its small parts are reserved at once; the table and the
-    overflow of outputs that nobody reads are sparse, and take what is in use."""
-    reserved = beside + (0 if layout is None else layout.table_offset)
-    whole = beside + (0 if layout is None else layout.total_bytes)
-    whose = "a sidecar" if layout is None else "book and sidecar" if beside else "the book"
-    if room < reserved:
-        return Finding(name, "error", found, f"{_size(reserved)} for {whose} at once: free some, or raise the limit")
-    if room < whole:
-        return Finding(name, "warning", found, f"{_size(whole)} for {whose} when full: fewer rows, or more of it")
-    return Finding(name, "ok", found if layout is None else f"{found}; {_size(whole)} for {whose} when full")
-
-
 def check_memory(layout: Layout | None) -> Finding:
-    """MemAvailable, or what a control group leaves of it."""
-    rooms = {"available": _available_bytes(), "left in the control group": _group_bytes()}
-    known = {name: room for name, room in rooms.items() if room is not None}
-    if not known:
-        return Finding("memory", "warning", "neither MemAvailable nor a limit can be read", "mount /proc")
-    found = ", ".join(f"{_size(room)} {name}" for name, room in known.items())
-    return _check_room("memory", layout, min(known.values()), found, beside=SIDECAR_BYTES)
+    """Of the machine, or what a control group leaves of it. The small parts of a book are reserved at once; its table
+    and the overflow of outputs that nobody reads are sparse, and take what is in use."""
+    limit = next(limit for limit in memory_limits() if limit.name not in PROCESS_LIMITS)
+    found = f"{_size(limit.available)} left of {limit.name}"
+    reserved = SIDECAR_BYTES + (0 if layout is None else layout.table_offset)
+    whole = SIDECAR_BYTES + (0 if layout is None else layout.total_bytes)
+    whose = "a sidecar" if layout is None else "book and sidecar"
+    if limit.available < reserved:
+        return Finding("memory", "error", found, f"{_size(reserved)} for {whose} at once: {limit.remedy}")
+    if limit.available < whole:
+        return Finding("memory", "warning", found, f"{_size(whole)} for {whose} when full: {limit.remedy}")
+    return Finding("memory", "ok", found if layout is None else f"{found}; {_size(whole)} for {whose} when full")
 
 
-def check_address_space(layout: Layout | None) -> Finding:
-    """RLIMIT_AS. A book is mapped whole, its empty table too."""
-    room = _mappable_bytes()
-    if room is None:
-        return Finding("address space", "ok", "no limit")
-    found = f"limit of {_size(room)}"
-    wanted = SIDECAR_MAPPED_BYTES + (0 if layout is None else layout.total_bytes)
-    if room < wanted:
-        return Finding("address space", "error", found, f"raise it (ulimit -v): a sidecar maps {_size(wanted)}")
-    return Finding("address space", "ok", found)
+def check_process_limits(layout: Layout | None) -> Finding:
+    """Limits that a sidecar inherits. A book is mapped whole, its empty table too."""
+    limits = [limit for limit in memory_limits() if limit.name in PROCESS_LIMITS]
+    if not limits:
+        return Finding("limits", "ok", "none on memory")
+    wanted = 0 if layout is None else layout.total_bytes
+    for limit in limits:
+        needed = wanted + (SIDECAR_MAPPED_BYTES if limit.name == ADDRESS_SPACE else 0)
+        if limit.available < needed:
+            found = f"{_size(limit.available)} left of {limit.name}"
+            return Finding("limits", "error", found, f"{_size(needed)} are needed: {limit.remedy}")
+    return Finding("limits", "ok", ", ".join(f"{_size(limit.available)} left of {limit.name}" for limit in limits))
 
 
 def _shm_bytes() -> int | None:
@@ -229,7 +163,11 @@ def check_shm(layout: Layout | None) -> Finding:
         return Finding("/dev/shm", "ok", f"{'absent' if room is None else f'{_size(room)} free'}; not used, see memfd")
     if room is None:
         return Finding("/dev/shm", "error", "absent, and there is no memfd", "mount a tmpfs there")
-    return _check_room("/dev/shm", layout, room, f"{_size(room)} free; used, as there is no memfd")
+    found = f"{_size(room)} free; used, as there is no memfd"
+    needed = 0 if layout is None else layout.total_bytes  # a file system may be full later: all of it is reserved
+    if room < needed:
+        return Finding("/dev/shm", "error", found, f"{_size(needed)} for the book: make it larger (docker --shm-size)")
+    return Finding("/dev/shm", "ok", found)
 
 
 # The process
@@ -377,7 +315,7 @@ CHECKS: dict[str, Check] = {
     "pidfd_open": check_pidfd,
     "eventfd": check_eventfd,
     "memory": check_memory,
-    "address space": check_address_space,
+    "limits": check_process_limits,
     "/dev/shm": check_shm,
     "cores": check_cores,
     "kernels": check_kernels,

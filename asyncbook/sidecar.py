@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncbook.backlog import Backlog
 from asyncbook.batch import Batch, check_ids
 from asyncbook.book import Book
 from asyncbook.config import BookConfig
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
 SEND_TIMEOUT_MS = 100
 STOP_TIMEOUT_MS = 1000
+ROOM_POLL_MS = 1
 FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs; a live sidecar needs microseconds
 RECOVERY_AT_CLOSE_S = 5.0
 
@@ -62,6 +65,7 @@ class SidecarBook(Book):
         self._ring = SampleRingWriter(self._layout, runner_part, words)
         self._sends_by_ring = config.transport == "ring"
         self._applied_seq = SharedWord(words, Word.APPLIED_SEQ)
+        self._backlog = Backlog(self._layout, self._applied_seq)
         self._channel = channel
         self._process = process
         self._journal = Journal(self._checkpoint_seq.load_acquire)
@@ -73,13 +77,22 @@ class SidecarBook(Book):
         self._awaited_steps: list[int] = []
         self._waiters = DescriptorWaiters()
         self._fault = ""
+        self._refused_bytes: int | None = None  # of the message that did not fit last, until one would
         self._close_lock = threading.RLock()
 
     # Sending
 
     def _send(self, message: wire.AnyCommand) -> None:
         data = wire.encode(message)
+        if not self._backlog.has_room(len(data)):
+            self._check_alive()
+            self._refused_bytes = len(data)
+            raise InFlightFull(
+                f"message {message.seq} of {len(data)} bytes does not fit: the sidecar has not applied the ones before "
+                f"it, of {self._backlog.max_bytes} bytes at most"
+            )
         self._deliver(message.seq, data)
+        self._backlog.add(message.seq, len(data))
         self._journal.add(message, data)
 
     def _deliver(self, seq: int, data: bytes) -> None:
@@ -94,6 +107,7 @@ class SidecarBook(Book):
         if not self._supervisor.is_down and self._channel.send_command(data):
             return  # to the next one
         if not self._supervisor.is_down or len(self._journal) >= MAX_MESSAGES:
+            self._refused_bytes = len(data)
             raise InFlightFull(f"message {seq} does not fit: the sidecar has not taken the ones before it")
 
     def _send_by_zmq(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
@@ -271,6 +285,31 @@ class SidecarBook(Book):
         finally:
             self._awaited_steps.remove(step)
             self._ask_to_be_woken()
+
+    def _has_message_room(self) -> bool:
+        """Whether a message like the one that was refused would fit now."""
+        if self._refused_bytes is None:
+            return True
+        is_down = self._supervisor.is_down
+        is_room = len(self._journal) < MAX_MESSAGES if is_down else self._channel.wait_command_room(0)
+        if is_room and self._backlog.has_room(self._refused_bytes):
+            self._refused_bytes = None
+        return self._refused_bytes is None
+
+    def wait_room(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        super().wait_room(timeout_s)
+        while not self._has_message_room():  # nobody rings for that: it is looked at, every millisecond
+            if deadline is not None and time.monotonic() > deadline:
+                raise SidecarTimeout(f"the sidecar has not taken message {self._seq} in time")
+            self._wait_for_news(ROOM_POLL_MS)
+            self._drain_events()
+
+    async def room(self) -> None:
+        await super().room()
+        while not self._has_message_room():
+            self._check_alive()
+            await asyncio.sleep(ROOM_POLL_MS / 1000)
 
     def _milliseconds_left(self, step: int, deadline: float | None) -> int | None:
         if deadline is None:
