@@ -20,10 +20,12 @@ from asyncbook.admission import check_request
 from asyncbook.batch import Batch, BatchSlots, check_ids, make_batch
 from asyncbook.committed import CommittedState
 from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams, is_int
+from asyncbook.frame import Frame
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import (
     AsyncbookError,
     BookClosed,
+    FrameExpired,
     InFlightFull,
     InvalidBatch,
     InvalidRequest,
@@ -33,9 +35,10 @@ from asyncbook.ipc.histogram import bucket_of
 from asyncbook.ipc.layout import INT32_MAX, RunnerHistogram, SubmissionWord
 from asyncbook.ipc.segment import Segment
 from asyncbook.on_device import DeviceSide
-from asyncbook.outputs import RequestNames
-from asyncbook.reader import OutputsReader
-from asyncbook.rows import Row
+from asyncbook.names import RequestNames
+from asyncbook.place import Place
+from asyncbook.reader import BookOutputs
+from asyncbook.rows import Row, RowRegistry
 from asyncbook.staging import NotAsTheyAre
 
 _SUBMITTED_STEP, _FIRST_NS = int(SubmissionWord.STEP), int(SubmissionWord.FIRST_NS)
@@ -55,16 +58,22 @@ def _disown_books() -> None:
 os.register_at_fork(after_in_child=_disown_books)
 
 
-class Book(CommittedState, OutputsReader):
+class Book(CommittedState, BookOutputs):
     """A book, used from one thread. Made by `asyncbook.open` or `asyncbook.spawn`."""
 
     _has_ring = False  # whether somebody takes steps from the sample ring
 
-    def __init__(self, config: BookConfig, segment: Segment) -> None:
-        CommittedState.__init__(self, config, segment)
-        OutputsReader.__init__(self)
+    def __init__(self, config: BookConfig, segment: Segment, place: Place) -> None:
+        self._runner_part = segment.runner_part()
+        CommittedState.__init__(self, config, segment, self._runner_part)
+        BookOutputs.__init__(self)
+        self._rows = RowRegistry(config.max_num_reqs)
+        self._submitted_step = 0
+        self._read_step = 0  # the last one whose frame was looked at
+        self._seq = 0  # of the last message
         # Single words: a memoryview gives and takes them for a fraction of what an array asks.
         self._submissions = self._layout.submissions.view(self._runner_part, self._layout.runner_offset).data
+        self._read_histogram = self._runner_histograms[RunnerHistogram.READ].data
         self._submit_histogram = self._runner_histograms[RunnerHistogram.SUBMIT].data
         self._num_ring_slots = self._layout.num_ring_slots
         self._names = RequestNames(has_texts=config.tokenizer is not None)
@@ -75,7 +84,54 @@ class Book(CommittedState, OutputsReader):
         self._copies = self._device.copies
         self._ended_by: AsyncbookError | None = None  # what ended the book, once known: later calls fail at once
         self._foreign: BookClosed | None = None  # in a process forked from the book's own: why it can only be read
+        self._place = place
+        weakref.finalize(self, place.withdraw)  # also of a book that nobody closes
         _books.add(self)
+
+    # What the runner knows without asking
+
+    @property
+    def submitted_step(self) -> int:
+        """The last step that was submitted, 0 before the first."""
+        return self._submitted_step
+
+    @property
+    def _keeps_outputs(self) -> bool:
+        """Whether what is delivered waits for the runner to read it."""
+        return True
+
+    @property
+    def _num_rows_held(self) -> int:
+        return self._rows.num_held
+
+    @property
+    def _num_messages(self) -> int:
+        return self._seq
+
+    def frame(self, step: int | None = None) -> Frame:
+        """Every column as of `step`, by default the last applied one. Raises `NotApplied`, `FrameExpired`."""
+        frame = super().frame(step)
+        if frame.step > self._read_step:
+            self._read_step = frame.step
+            self._read_histogram[bucket_of(monotonic_ns() - frame.published_ns)] += 1
+        return frame
+
+    def _check_frame(self, step: int) -> None:
+        if step < 0 or self._submitted_step - step >= self._frames.num_frames:
+            raise FrameExpired(
+                f"the frame of step {step} is gone: step {self._submitted_step} was submitted since, "
+                f"a frame holds for {self._frames.num_frames - 1} later steps"
+            )
+
+    def _committed(self, row: Row) -> tuple[int, int]:
+        held = self._rows.held(row)
+        frame = self.frame()
+        if not held.admit_generation <= int(frame.generation[row.index]):
+            raise NotApplied(
+                f"row {row.index} was given to request {held.request_id!r} after step {frame.step}, "
+                f"the last applied one"
+            )
+        return held.num_prompt_tokens, int(frame.num_tokens_no_spec[row.index])
 
     # Where a book differs from another
 
@@ -211,9 +267,11 @@ class Book(CommittedState, OutputsReader):
 
     def release(self, row: Row) -> None:
         """Frees the row at once; a request that has not ended is aborted first."""
-        self._rows.held(row)
+        held = self._rows.held(row)
         self._post(wire.Release(self._next_seq(), row.index, row.generation))
         self._rows.release(row)
+        if not self._keeps_outputs:
+            self._names.forget(held.request_no)
 
     # Steps
 
@@ -326,8 +384,9 @@ class Book(CommittedState, OutputsReader):
 
     @property
     def address(self) -> str:
-        """Where other processes find the book."""
-        raise NotImplementedError("address (attach and subscribe) is not part of this version of asyncbook yet")
+        """Where other processes of this user find the book: for `asyncbook.attach` and `asyncbook.subscribe`. Raises
+        `HandshakeFailed` where there was no place to say it."""
+        return self._place.path
 
     # Ends
 

@@ -37,7 +37,8 @@ class BookConfig:
     `device`: "cuda:0", whose tensors `submit` takes and `Frame.to_device` makes; the sample ring and the frames are
     pinned for it in the runner, where that is possible.
     `start_timeout_s`: how long `spawn` waits for it
-    (kernels that must be compiled first do not count).
+    (kernels that must be compiled first do not count). `runner_reads_outputs=False`: a sidecar's outputs are for
+    subscribers alone, and nothing is kept for the runner.
     """
 
     max_num_reqs: int
@@ -54,6 +55,7 @@ class BookConfig:
     spin_us: int = 50
     idle_policy: str = "spin-then-sleep"
     start_timeout_s: float = 30.0
+    runner_reads_outputs: bool = True
 
     def __post_init__(self) -> None:
         _check_range("max_num_reqs", self.max_num_reqs, 1, MAX_ROWS)

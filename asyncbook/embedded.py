@@ -18,6 +18,7 @@ from asyncbook.ipc import jit, wire
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.segment import Segment
 from asyncbook.outputs import StepOutputs
+from asyncbook.place import Place
 from asyncbook.staging import StagingArea
 from asyncbook.worker.bookkeeper import Bookkeeper
 from asyncbook.worker.outbox import Outbox
@@ -66,7 +67,10 @@ class EmbeddedBook(Book):
 
     def __init__(self, config: BookConfig) -> None:
         config.check_supported()
-        super().__init__(config, Segment.create(config.layout))
+        if not config.runner_reads_outputs:
+            raise ValueError("runner_reads_outputs is False, and an embedded book has nobody else to read its outputs")
+        segment = Segment.create(config.layout)
+        super().__init__(config, segment, Place(config, segment, is_embedded=True))
         text_rows = None
         if config.tokenizer_path is not None:
             from asyncbook.worker.text import TextRows
@@ -138,6 +142,7 @@ class EmbeddedBook(Book):
             if not self._has_gathered:
                 self._gather()
             self._is_closed = True
+            self._place.withdraw()
             self._device.close()
             self._segment.close()
             self._queue.wake_readers()

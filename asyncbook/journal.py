@@ -47,6 +47,7 @@ class Journal:
         if isinstance(message, wire.Admit):
             row = wire.RestoredRow(
                 message.row,
+                message.request_id,
                 message.stop_ids,
                 message.stop,
                 message.include_stop_str_in_output,
@@ -77,7 +78,8 @@ class Journal:
         checkpoint_seq = self._checkpoint_seq()
         self._trim(checkpoint_seq)
         released = [request for _, _, request, _, _ in self._entries if request is not None]
-        requests = [*self._requests.values(), *released]
+        # In the order of their admission: a number may be a request's whose predecessor still holds a row.
+        requests = sorted([*self._requests.values(), *released], key=lambda request: request.seq)
         rows = [request.row for request in requests if request.seq <= checkpoint_seq]
         batches = self._batches_at_checkpoint(known_batches)
         return wire.Restore(checkpoint_seq, rows, [wire.RestoredBatch(*batch) for batch in batches.items()])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from asyncbook.ipc.columns import FIRST_STOP_STRING, OutputColumns, Texts
+from asyncbook.ipc.columns import Texts
 from asyncbook.ipc.layout import FinishReason
 
 
@@ -113,60 +113,3 @@ class StepOutputs:
                 stop_reason,
                 None if self.texts is None else self.texts[i],
             )
-
-
-class RequestNames:
-    """Which request a delivery speaks of. A number is in use from admission until the request's end is delivered."""
-
-    def __init__(self, *, has_texts: bool = False) -> None:
-        self._has_texts = has_texts
-        self._stop: dict[int, list[str]] = {}  # of the requests that have stop strings
-        self._names = np.empty(64, object)
-        self._free_nos = list(range(63, -1, -1))
-
-    @property
-    def next_no(self) -> int:
-        """The number that `add` will give."""
-        if not self._free_nos:
-            size = self._names.size
-            self._names = np.concatenate([self._names, np.empty(size, object)])
-            self._free_nos = list(range(2 * size - 1, size - 1, -1))
-        return self._free_nos[-1]
-
-    def add(self, request_id: str, stop: list[str]) -> int:
-        """A request, and its stop strings. Returns its number."""
-        request_no = self._free_nos.pop()
-        self._names[request_no] = request_id
-        if stop:
-            self._stop[request_no] = stop
-        return request_no
-
-    def step_outputs(self, step: int, columns: OutputColumns) -> StepOutputs:
-        """A delivery with the requests' ids in the place of their numbers."""
-        request_nos = columns.request_nos
-        request_ids = self._names[request_nos].tolist()
-        finish_reasons = columns.finish_reasons.astype(np.uint8)
-        stop_reasons = self._stop_reasons(columns) if self._has_texts else columns.stop_reasons
-        if finish_reasons.any():
-            for request_no in request_nos[finish_reasons != 0].tolist():
-                self._names[request_no] = None
-                self._free_nos.append(request_no)
-                self._stop.pop(request_no, None)
-        return StepOutputs(
-            step,
-            request_ids,
-            columns.offsets,
-            columns.token_ids,
-            finish_reasons,
-            stop_reasons,
-            texts=None if columns.texts is None else TextColumn(columns.texts),
-            request_nos=request_nos,
-        )
-
-    def _stop_reasons(self, columns: OutputColumns) -> np.ndarray:
-        """Objects: the id, the stop string, or -1."""
-        stop_reasons = columns.stop_reasons.astype(object)
-        by_string = (columns.finish_reasons == FinishReason.STOP) & (columns.stop_reasons <= FIRST_STOP_STRING)
-        for i in np.flatnonzero(by_string).tolist():
-            stop_reasons[i] = self._stop[int(columns.request_nos[i])][FIRST_STOP_STRING - stop_reasons[i]]
-        return stop_reasons

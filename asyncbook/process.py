@@ -15,6 +15,7 @@ from asyncbook.config import BookConfig
 from asyncbook.ipc import errors, wire
 from asyncbook.ipc.channel import RunnerChannel
 from asyncbook.ipc.layout import LAYOUT_VERSION
+from asyncbook.place import Place
 
 logger = logging.getLogger("asyncbook")
 
@@ -30,7 +31,13 @@ class SidecarProcess:
     """One sidecar, started but not waited for: `shake_hands` does that. `pidfd` is readable once it has ended."""
 
     def __init__(
-        self, config: BookConfig, segment_descriptor: int, channel: RunnerChannel, *, is_restart: bool = False
+        self,
+        config: BookConfig,
+        segment_descriptor: int,
+        channel: RunnerChannel,
+        place: Place,
+        *,
+        is_restart: bool = False,
     ) -> None:
         self._channel = channel
         self._token = secrets.token_bytes(16)
@@ -49,7 +56,7 @@ class SidecarProcess:
         self.pidfd = -1
         try:
             self.pidfd = os.pidfd_open(self.pid)
-            self._hand_over_setup(config, is_restart)
+            self._hand_over_setup(config, place, is_restart)
         except BaseException:
             self.kill()
             raise
@@ -76,7 +83,7 @@ class SidecarProcess:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _hand_over_setup(self, config: BookConfig, is_restart: bool) -> None:
+    def _hand_over_setup(self, config: BookConfig, place: Place, is_restart: bool) -> None:
         setup = wire.encode(
             wire.Setup(
                 self._token,
@@ -87,6 +94,9 @@ class SidecarProcess:
                 config.sidecar_cpu,
                 wire.max_command_bytes(config.layout),
                 is_restart,
+                config.runner_reads_outputs,
+                place.path,
+                place.token,
                 wire.schema_hash(),
             )
         )

@@ -1,10 +1,10 @@
-"""Reading what a book delivers: all of it at once, as it comes, or one request at a time."""
+"""Reading what is delivered: all of it at once, as it comes, or one request at a time."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 
 from asyncbook.ipc.errors import BookClosed, InvalidRequest
 from asyncbook.outputs import StepOutputs
@@ -13,15 +13,13 @@ from asyncbook.streams import RequestOutput, RequestStream, Streams
 
 
 class OutputsReader(ABC):
-    """The part of a book that its outputs are read from."""
+    """A source of deliveries, and whoever reads from it."""
 
-    _rows: RowRegistry
-
-    def __init__(self) -> None:
-        self._streams = Streams()
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._is_closed = False
 
-    # Where a book differs from another
+    # Where a source differs from another
 
     @abstractmethod
     def _take_outputs(self) -> StepOutputs | None:
@@ -33,18 +31,14 @@ class OutputsReader(ABC):
 
     @abstractmethod
     async def _await_outputs(self) -> None:
-        """Until there may be a delivery to take, a stream may have got one, or the book is closed."""
+        """Until there may be a delivery to take, a stream may have got one, or the source is closed."""
 
     @abstractmethod
     def _wake_readers(self) -> None:
         """Ends every `_await_outputs`."""
 
-    @abstractmethod
-    def abort(self, row: Row) -> None:
-        """See `Book.abort`."""
-
     def _check_alive(self) -> None:
-        """Raises what ended the book, if something did."""
+        """Raises what ended the source, if something did."""
         if self._is_closed:
             raise BookClosed("the book is closed")
 
@@ -83,6 +77,34 @@ class OutputsReader(ABC):
                     return
                 await self._await_outputs()
 
+    async def _pieces(self, stream: RequestStream) -> AsyncIterator[RequestOutput]:
+        """Of one stream, until its end or that of the source."""
+        while True:
+            while self._sort_next():
+                pass
+            piece = stream.take()
+            if piece is not None:
+                yield piece
+                if piece.is_finished:
+                    return
+            elif self._is_closed:
+                return
+            else:
+                await self._await_outputs()
+
+
+class BookOutputs(OutputsReader):
+    """The part of a book that its outputs are read from."""
+
+    _rows: RowRegistry
+
+    def __init__(self) -> None:
+        super().__init__(Streams(request_nos_of))
+
+    @abstractmethod
+    def abort(self, row: Row) -> None:
+        """See `Book.abort`."""
+
     def stream(self, request_id: str, *, abort_on_cancel: bool = False) -> AsyncIterator[RequestOutput]:
         """The outputs of one live request, from those not read yet on, until its end. A slow reader gets bigger pieces.
 
@@ -101,17 +123,9 @@ class OutputsReader(ABC):
     ) -> AsyncIterator[RequestOutput]:
         has_ended = False
         try:
-            while not has_ended:
-                while self._sort_next():
-                    pass
-                piece = stream.take()
-                if piece is not None:
-                    has_ended = piece.is_finished
-                    yield piece
-                elif self._is_closed:
-                    return
-                else:
-                    await self._await_outputs()
+            async for piece in self._pieces(stream):
+                has_ended = piece.is_finished
+                yield piece
         finally:
             self._streams.close(admission.request_no, stream)
             if abort_on_cancel and not has_ended and not self._is_closed:
@@ -123,3 +137,13 @@ class OutputsReader(ABC):
             row = self._rows.live_row(admission.request_id)
             if self._rows.held(row) is admission:
                 self.abort(row)
+
+
+def request_nos_of(step_outputs: StepOutputs) -> list[Hashable]:
+    """What tells requests of one id apart, in the book that they are of."""
+    return list(step_outputs.request_nos.tolist())
+
+
+def request_ids_of(step_outputs: StepOutputs) -> list[Hashable]:
+    """What tells requests apart elsewhere."""
+    return list(step_outputs.request_ids)

@@ -17,7 +17,15 @@ from asyncbook.book import Book
 from asyncbook.config import BookConfig
 from asyncbook.ipc import jit, wire
 from asyncbook.ipc.channel import MAX_QUEUED_COMMANDS, RunnerChannel
-from asyncbook.ipc.errors import BadMessage, HandshakeFailed, InFlightFull, PeerError, SidecarDied, SidecarTimeout
+from asyncbook.ipc.errors import (
+    BadMessage,
+    HandshakeFailed,
+    InFlightFull,
+    InvalidRequest,
+    PeerError,
+    SidecarDied,
+    SidecarTimeout,
+)
 from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
 from asyncbook.ipc.outputs_log import OutputsLogReader
 from asyncbook.ipc.publish import OwnWord, fence
@@ -26,6 +34,7 @@ from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
 from asyncbook.journal import MAX_MESSAGES, Journal
 from asyncbook.outputs import StepOutputs
+from asyncbook.place import Place
 from asyncbook.process import SidecarProcess
 from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
 from asyncbook.supervisor import Link, Supervisor
@@ -47,12 +56,17 @@ class SidecarBook(Book):
 
     _has_ring = True
 
-    def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel, process: SidecarProcess) -> None:
-        super().__init__(config, segment)
+    def __init__(
+        self, config: BookConfig, segment: Segment, place: Place, channel: RunnerChannel, process: SidecarProcess
+    ) -> None:
+        super().__init__(config, segment, place)
         runner_part = segment.runner_part()
         runner_words = self._layout.runner_words.view(runner_part, self._layout.runner_offset)
         self._wake_at_step = OwnWord(runner_words, RunnerWord.WAKE_AT_STEP)
         self._wake_at_step.store_release(NO_WAKE)
+        self._num_restarts_word = OwnWord(runner_words, RunnerWord.NUM_RESTARTS)
+        self._sidecar_pid_word = OwnWord(runner_words, RunnerWord.SIDECAR_PID)
+        self._sidecar_pid_word.store_release(process.pid)
         self._wake_at_outputs = OwnWord(runner_words, RunnerWord.WAKE_AT_OUTPUTS)
         self._wake_at_outputs.store_release(NO_WAKE)
         memory = self._segment.readable()
@@ -71,7 +85,7 @@ class SidecarBook(Book):
         self._journal = Journal(self._checkpoint_seq.load_acquire)
         jit.compile_all()
         process.shake_hands(config.start_timeout_s)
-        self._supervisor = Supervisor(config, segment.descriptor, Link(channel, process))
+        self._supervisor = Supervisor(config, segment.descriptor, place, Link(channel, process))
         # Runs at `close`, when the book is collected, or when the interpreter ends, whichever comes first.
         self._finalizer = weakref.finalize(self, self._supervisor.end)
         self._awaited_steps: list[int] = []
@@ -219,6 +233,8 @@ class SidecarBook(Book):
                     return  # the journal has it all for the one after it
         if self._supervisor.adopt(link):
             self._channel, self._process = link
+            self._num_restarts_word.store_release(self._supervisor.num_restarts)
+            self._sidecar_pid_word.store_release(self._process.pid)
             self._let_go_of_retired()
             self._waiters.wake_all()
 
@@ -362,6 +378,8 @@ class SidecarBook(Book):
         if self._is_closed:
             return None
         self._check_ours()
+        if not self.config.runner_reads_outputs:
+            raise InvalidRequest("this book was made with runner_reads_outputs=False: its outputs are for subscribers")
         record = self._outputs_log.take()
         if record is None:
             return None
@@ -383,6 +401,10 @@ class SidecarBook(Book):
     def _wake_readers(self) -> None:
         self._waiters.wake_all()
 
+    @property
+    def _keeps_outputs(self) -> bool:
+        return self.config.runner_reads_outputs and not self._outputs_log.cut_off_step
+
     # The process
 
     @property
@@ -400,6 +422,7 @@ class SidecarBook(Book):
             is_ours = self._process.is_ours()
             if is_ours:
                 self._finish_recovery()
+            self._place.withdraw()
             self._is_closed = True  # from here on no call in another thread sends anything
             if is_ours:
                 self._channel.end_waits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,26 +60,28 @@ class RequestStream:
 
 
 class Streams:
-    """The open streams of a book, and the deliveries that belong to none of them."""
+    """The open streams of a source, and the deliveries that belong to none of them. `keys_of`: what the requests of a
+    delivery are told apart by."""
 
-    def __init__(self) -> None:
-        self._streams: dict[int, RequestStream] = {}  # by request number: an id may be used again
+    def __init__(self, keys_of: Callable[[StepOutputs], list[Hashable]]) -> None:
+        self._keys_of = keys_of
+        self._streams: dict[Hashable, RequestStream] = {}
         self._unclaimed: deque[StepOutputs] = deque()
 
-    def open(self, request_no: int) -> RequestStream:
+    def open(self, key: Hashable) -> RequestStream:
         """A stream, with what was delivered and not read yet. Raises `KeyError` where the request has one."""
-        if request_no in self._streams:
-            raise KeyError(request_no)
-        stream = self._streams[request_no] = RequestStream()
+        if key in self._streams:
+            raise KeyError(key)
+        stream = self._streams[key] = RequestStream()
         waiting, self._unclaimed = self._unclaimed, deque()
         for step_outputs in waiting:
             self.sort(step_outputs)
         return stream
 
-    def close(self, request_no: int, stream: RequestStream) -> None:
+    def close(self, key: Hashable, stream: RequestStream) -> None:
         """What comes later of the request goes to whoever reads everything."""
-        if self._streams.get(request_no) is stream:
-            del self._streams[request_no]
+        if self._streams.get(key) is stream:
+            del self._streams[key]
 
     def sort(self, step_outputs: StepOutputs) -> bool:
         """A delivery: to each stream its share, and the rest to whoever reads everything. Whether a stream got some."""
@@ -88,19 +91,23 @@ class Streams:
         return rest is not step_outputs
 
     def _without_claimed(self, step_outputs: StepOutputs) -> StepOutputs:
-        request_nos = step_outputs.request_nos.tolist()
-        claimed = [i for i, request_no in enumerate(request_nos) if request_no in self._streams]
+        keys = self._keys_of(step_outputs)
+        claimed = [i for i, key in enumerate(keys) if key in self._streams]
         if not claimed:
             return step_outputs
-        rest = np.setdiff1d(np.arange(len(step_outputs)), claimed)
+        others = np.setdiff1d(np.arange(len(step_outputs)), claimed).tolist()
         deltas = list(step_outputs)
         for i in claimed:
             request_id, token_ids, finish_reason, stop_reason, text = deltas[i]
             piece = RequestOutput(request_id, step_outputs.step, token_ids, text, finish_reason, stop_reason)
-            self._streams[request_nos[i]].add(piece)
-            if piece.is_finished:  # the number will be another request's
-                del self._streams[request_nos[i]]
-        return step_outputs.select(rest)
+            stream = self._streams.get(keys[i])
+            if stream is None:  # an id that came a second time within one delivery
+                others.append(i)
+                continue
+            stream.add(piece)
+            if piece.is_finished:  # the key will be another request's
+                del self._streams[keys[i]]
+        return step_outputs.select(np.array(others, np.int64))
 
     def next_unclaimed(self) -> StepOutputs | None:
         """The oldest delivery that belongs to no stream."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from asyncbook.config import BookConfig
 from asyncbook.ipc.channel import RunnerChannel
+from asyncbook.place import Place
 from asyncbook.process import SidecarProcess
 
 MAX_DEATHS = 3
@@ -41,13 +42,13 @@ class Link(NamedTuple):
 class Supervisor:
     """One a book. `is_down` is False while `link` is in use, and everything but the flag costs nothing then."""
 
-    def __init__(self, config: BookConfig, segment_descriptor: int, link: Link) -> None:
+    def __init__(self, config: BookConfig, segment_descriptor: int, place: Place, link: Link) -> None:
         self.link = link
         self.is_down = False
         self.num_restarts = 0
         self.reason = ""  # why there is no other sidecar to come, once that is so
         self._config = config
-        self._segment_descriptor = segment_descriptor
+        self._segment_descriptor, self._place = segment_descriptor, place
         self._replacement: Link | None = None
         self._retired: list[Link] = []
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
@@ -98,7 +99,7 @@ class Supervisor:
             return None, f"{reason}; {MAX_DEATHS} died within {DEATHS_WINDOW_S:g} s"
         channel = RunnerChannel()
         try:
-            process = SidecarProcess(self._config, self._segment_descriptor, channel, is_restart=True)
+            process = SidecarProcess(self._config, self._segment_descriptor, channel, self._place, is_restart=True)
         except BaseException:
             channel.close()
             raise

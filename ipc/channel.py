@@ -1,9 +1,10 @@
-"""The only zmq code: two PAIR sockets between a runner and its sidecar.
+"""The only zmq code: two PAIR sockets between a runner and its sidecar, and a ROUTER for subscribers.
 
-    commands   runner -> sidecar   the ordered stream; never blocks the runner: a full queue is an answer
-    events     sidecar -> runner   ready, wake-ups, faults; few
+    commands      runner -> sidecar         the ordered stream; never blocks the runner: a full queue is an answer
+    events        sidecar -> runner         ready, wake-ups, faults; few
+    subscribers   sidecar <-> subscribers   who listens, wake-ups; few
 
-Outputs go through shared memory (`outputs_log.py`), where they outlive the process that wrote them.
+Outputs go through shared memory (`outputs_log.py`, `broadcast.py`), where they outlive the process that wrote them.
 
 The runner binds both in a directory of its own that only its user can enter, with a name that cannot be guessed.
 A PAIR socket takes one peer, so a second sidecar cannot listen in; who the peer is, the handshake's token says.
@@ -21,7 +22,7 @@ import zmq
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BookClosed, HandshakeFailed
-from asyncbook.ipc.runtime_dir import check_private, create_directory
+from asyncbook.ipc.runtime_dir import SUBSCRIBERS_SOCKET, check_private, create_directory
 
 SOCKET_NAMES = ("commands", "events")
 # An option of libzmq that pyzmq has no name for: processes of other users are turned away when they connect.
@@ -38,6 +39,16 @@ SOCKET_OPTIONS: dict[int, tuple[int, int]] = {
     zmq.RCVHWM: (1024, 64),
     # Connect only once the peer is there: a message sent too early is an error, not a queue that fills unseen.
     zmq.IMMEDIATE: (1, 1),
+}
+
+
+SUBSCRIBERS_OPTIONS: dict[int, int] = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 64,
+    zmq.RCVHWM: 64,
+    zmq.MAXMSGSIZE: wire.MAX_SUBSCRIBER_MESSAGE_BYTES,
+    zmq.ROUTER_MANDATORY: 1,  # an error, not silence, for a subscriber that is gone
+    _IPC_FILTER_UID: os.getuid(),
 }
 
 
@@ -177,9 +188,10 @@ class RunnerChannel(_Channel):
 
 
 class SidecarChannel(_Channel):
-    """The sidecar's side. Raises `HandshakeFailed` where the directory is not this user's own."""
+    """The sidecar's side. `subscribers`: the folder for the socket of subscribers, None for no such socket. Raises
+    `HandshakeFailed` where a directory is not this user's own."""
 
-    def __init__(self, directory: Path, max_command_bytes: int) -> None:
+    def __init__(self, directory: Path, max_command_bytes: int, subscribers: Path | None = None) -> None:
         check_private(directory)
         super().__init__(directory, max_command_bytes)
         for name, socket in zip(SOCKET_NAMES, self._sockets, strict=True):
@@ -187,6 +199,20 @@ class SidecarChannel(_Channel):
         self._watched: list[int] = []
         self._poller = zmq.Poller()
         self._poller.register(self._commands, zmq.POLLIN)
+        self._subscribers: zmq.Socket | None = None  # type: ignore[type-arg]
+        if subscribers is not None:
+            check_private(subscribers)
+            self._subscribers = self._listen(subscribers / SUBSCRIBERS_SOCKET)
+
+    def _listen(self, path: Path) -> zmq.Socket:  # type: ignore[type-arg]
+        socket = self._context.socket(zmq.ROUTER)
+        for option, value in SUBSCRIBERS_OPTIONS.items():
+            socket.setsockopt(option, value)
+        path.unlink(missing_ok=True)  # a predecessor's
+        socket.bind(f"ipc://{path}")
+        self._poller.register(socket, zmq.POLLIN)
+        self._sockets.append(socket)
+        return socket
 
     def watch(self, descriptor: int) -> None:
         """Waits end when this descriptor is readable, too."""
@@ -197,9 +223,28 @@ class SidecarChannel(_Channel):
         """The next command, None where there is none yet."""
         return self._receive(self._commands)
 
+    def receive_from_subscriber(self) -> tuple[bytes, bytes] | None:
+        """(who, message), None where there is none yet."""
+        socket = self._subscribers
+        if socket is None or not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            return None
+        who, *parts = socket.recv_multipart()
+        return who, parts[0] if len(parts) == 1 else b""
+
+    def send_to_subscriber(self, who: bytes, reply: wire.AnySubscriberReply) -> bool:
+        """False where it is gone. One that takes nothing misses this, and will ask again."""
+        assert self._subscribers is not None
+        try:
+            self._subscribers.send_multipart([who, wire.encode(reply)], zmq.NOBLOCK)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError:  # no such peer any more
+            return False
+        return True
+
     def wait_command(self, timeout_ms: int | None) -> bool:
-        """Waits until a command can be received, a watched descriptor is readable, or time is over (None: no limit).
-        False where a watched descriptor is readable."""
+        """Waits until a command or a subscriber's message can be received, a watched descriptor is readable, or time is
+        over (None: no limit). False where a watched descriptor is readable."""
         return all(isinstance(socket, zmq.Socket) for socket, _ in self._poller.poll(timeout_ms))
 
     def nap(self, timeout_s: float) -> bool:
@@ -221,3 +266,44 @@ class SidecarChannel(_Channel):
         for socket in self._sockets:
             socket.setsockopt(zmq.LINGER, linger_ms)
         self._close()
+
+
+class SubscriberChannel:
+    """A subscriber's side of the socket in a book's folder. It connects again by itself to whoever binds that next."""
+
+    def __init__(self, folder: Path) -> None:
+        _check_descriptors()
+        check_private(folder)
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.SNDHWM, 64), (zmq.RECONNECT_IVL, 10)):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(f"ipc://{folder / SUBSCRIBERS_SOCKET}")
+
+    def send(self, message: wire.AnySubscriberMessage) -> bool:
+        """False where there is no sidecar at the moment."""
+        return _Channel._send(self._socket, wire.encode(message))
+
+    def receive(self) -> wire.AnySubscriberReply | None:
+        """The next reply, None where there is none yet. Raises `BadMessage`."""
+        data = _Channel._receive(self._socket)
+        return None if data is None else wire.decode_subscriber_reply(data)
+
+    def wait(self, timeout_ms: int, *, to_send: bool = False, descriptors: tuple[int, ...] = ()) -> None:
+        """Until a reply can be received (or a message sent), a descriptor is readable, or time is over."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
+        for descriptor in descriptors:
+            poller.register(descriptor, zmq.POLLIN)
+        poller.poll(timeout_ms)
+
+    @property
+    def descriptor(self) -> int:
+        """Becomes readable when replies may have come; edge-triggered: receive until None before waiting on it."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def close(self, linger_ms: int = 100) -> None:
+        """Lets what was sent reach the sidecar, for at most this long. Idempotent."""
+        if not self._context.closed:
+            self._socket.close(linger_ms)
+            self._context.term()

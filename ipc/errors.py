@@ -69,6 +69,14 @@ class LayoutMismatch(HandshakeFailed):
     """Runner and sidecar disagree on the bytes of the segment or of the messages."""
 
 
+class RunnerDied(PeerError):
+    """The process whose book this is ended without closing it."""
+
+
+class OutputsLost(PeerError):
+    """A reader was so far behind that what it had not read yet had to go."""
+
+
 class BookClosed(AsyncbookError):
     """A call on a book that was closed."""
 

@@ -21,6 +21,7 @@
                | token_ids      int32 [max_num_reqs, max_model_len]          |          sparse; bookkeeper
                | is_token_ids   bool  [max_num_reqs, max_model_len]          |          sparse; bookkeeper
                | overflow       outputs that had to go before they were read |          sparse; bookkeeper
+               | broadcast      outputs once more, for other processes       |          sparse; bookkeeper
                +-------------------------------------------------------------+
 
 Every part starts on a page, so that each can be mapped with the rights its reader needs and pinned by itself. Every
@@ -37,12 +38,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncbook.ipc.words import (
+    BROADCAST_LOG_BYTES,
     COLUMN_DTYPES,
     FINISH_REASON_COLUMN,
     HISTOGRAM_SUB_BITS,
     LINE_BYTES,
     MAX_MESSAGES_BETWEEN_CHECKPOINTS,
+    MAX_SUBSCRIBERS,
     MIN_OUTPUTS_LOG_BYTES,
+    NAMES_RECORD,
     NO_WAKE,
     NUM_CHECKPOINTS,
     NUM_HISTOGRAM_BUCKETS,
@@ -65,12 +69,13 @@ from asyncbook.ipc.words import (
     SlotWord,
     Stamp,
     SubmissionWord,
+    SubscriberWord,
     Word,
 )
 
 assert sys.byteorder == "little", "the layout is little-endian; no big-endian machine has been tried"
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 MAGIC = 0x4B4F4F42434E5341  # "ASNCBOOK" as bytes
 PAGE_BYTES = 4096
 MAX_ROWS = 1 << 20
@@ -83,6 +88,7 @@ INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 
 __all__ = [
+    "BROADCAST_LOG_BYTES",
     "COLUMN_DTYPES",
     "FINISH_REASON_COLUMN",
     "HISTOGRAM_SUB_BITS",
@@ -96,7 +102,9 @@ __all__ = [
     "MAX_POSITIONS",
     "MAX_ROWS",
     "MAX_SPEC_TOKENS",
+    "MAX_SUBSCRIBERS",
     "MIN_OUTPUTS_LOG_BYTES",
+    "NAMES_RECORD",
     "NO_WAKE",
     "NUM_CHECKPOINTS",
     "NUM_HISTOGRAM_BUCKETS",
@@ -123,6 +131,7 @@ __all__ = [
     "SlotWord",
     "Stamp",
     "SubmissionWord",
+    "SubscriberWord",
     "Word",
     "layout_hash",
 ]
@@ -260,10 +269,20 @@ class Layout:
         shape = (MAX_MESSAGES_BETWEEN_CHECKPOINTS, len(DropWord))
         return _region("drops", self._checkpoint_offset(NUM_CHECKPOINTS), shape, np.int64)
 
+    @property
+    def subscribers(self) -> Region:
+        """int64 [MAX_SUBSCRIBERS, words of `SubscriberWord`]: who the outputs are broadcast for."""
+        return _region("subscribers", self.drops.end, (MAX_SUBSCRIBERS, len(SubscriberWord)), np.int64)
+
+    @property
+    def released_generations(self) -> Region:
+        """uint32 [padded_rows]: the row's generation when it was released last, stored before its tokens go."""
+        return _region("released_generations", self.subscribers.end, (self.padded_rows,), np.uint32)
+
     # RUNNER part
     @property
     def runner_offset(self) -> int:
-        return _round_up(self.drops.end, PAGE_BYTES)
+        return _round_up(self.released_generations.end, PAGE_BYTES)
 
     @property
     def runner_words(self) -> Region:
@@ -352,8 +371,16 @@ class Layout:
         return _region("overflow_log", offset, (OVERFLOW_LOG_BYTES // LINE_BYTES, WORDS_PER_LINE), np.int64)
 
     @property
+    def broadcast_log(self) -> Region:
+        """int64 [lines, WORDS_PER_LINE]: what was delivered last, for subscribers; room for several full steps. Sparse:
+        it costs nothing while there are none."""
+        lines = max(BROADCAST_LOG_BYTES // LINE_BYTES, 4 * self.max_record_lines)
+        offset = _round_up(self.overflow_log.end, PAGE_BYTES)
+        return _region("broadcast_log", offset, (lines, WORDS_PER_LINE), np.int64)
+
+    @property
     def total_bytes(self) -> int:
-        return _round_up(self.overflow_log.end, PAGE_BYTES)
+        return _round_up(self.broadcast_log.end, PAGE_BYTES)
 
 
 def layout_hash() -> str:
@@ -364,7 +391,7 @@ def layout_hash() -> str:
     parts = [repr([sample.frame_int32(1), sample.frame_uint8(1), *checkpoint, *regions])]
     for words in (
         Owner, Word, RunnerWord, SlotWord, Stamp, Column, Field, CheckpointWord, DropWord, RecordWord, Counter,
-        RowCounter, Histogram, RunnerHistogram, SubmissionWord, FinishReason,
+        RowCounter, Histogram, RunnerHistogram, SubmissionWord, SubscriberWord, FinishReason,
     ):  # fmt: skip
         parts.append(repr([(word.name, word.value) for word in words]))
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()

@@ -1,10 +1,8 @@
 """The outputs, on their way from the bookkeeper to their reader: two logs of records in the shared segment.
 
-A record is a header of one line (`layout.RecordWord`) and the columns of a delivery (`ipc/columns.py`). A log is a ring
-of lines with one writer and one reader. Positions count lines and only grow; a record does not wrap, so the rest of the
-ring's end is filled with a padding record where it is too small. `*_WRITTEN` is release-stored after the record, so
-who reads it sees the record whole; `*_READ` is release-stored after the record was copied, so nothing is overwritten
-unread.
+A log is a ring of records (`log_ring.py`) with one writer and one reader. `*_WRITTEN` is release-stored after the
+record, so who reads it sees the record whole; `*_READ` is release-stored after the record was copied, so nothing is
+overwritten unread.
 
 There are two because not everything can wait. What a row still holds waits there while the outputs log is full: the
 reader gets a bigger piece later. What a row loses, because its request was aborted or the row released, goes to the
@@ -18,64 +16,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
-from asyncbook.ipc.columns import OutputColumns, Texts
-from asyncbook.ipc.layout import LINE_BYTES, PADDING_RECORD, DropWord, Layout, RecordWord, Region, RunnerWord, Word
-from asyncbook.ipc.publish import OwnWord
+from asyncbook.ipc.broadcast import BroadcastWriter
+from asyncbook.ipc.columns import OutputColumns
+from asyncbook.ipc.errors import OutputsLost
+from asyncbook.ipc.layout import PADDING_RECORD, DropWord, Layout, RecordWord, Region, RunnerWord, Word
+from asyncbook.ipc.log_ring import INT32_PER_LINE, LogRing, Record, lines_of, record_lines
+from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import give_back
 
-INT32_PER_LINE = LINE_BYTES // 4
 _NUM_HEADER_WORDS = len(RecordWord)
-
-
-class Record(NamedTuple):
-    """A delivery as it lies in a log."""
-
-    number: int
-    step: int
-    columns: OutputColumns
-
-
-def lines_of(block_size: int) -> int:
-    """Lines of a record with so many int32 values behind its header."""
-    return 1 + -(-block_size // INT32_PER_LINE)
-
-
-class _Ring:
-    """Lines of one log: int64 for headers, int32 for columns."""
-
-    def __init__(self, region: Region, memory: memoryview) -> None:
-        self.headers = region.view(memory)
-        self.num_lines = region.shape[0]
-        self.values = self.headers.reshape(-1).view(np.int32)
-
-    def header(self, position: int) -> list[int]:
-        """The words of the header at a position."""
-        words: list[int] = self.headers[position % self.num_lines, :_NUM_HEADER_WORDS].tolist()
-        return words
-
-    def block(self, position: int, size: int) -> np.ndarray:
-        """int32 [size]: the columns of the record at a position."""
-        start = (position % self.num_lines + 1) * INT32_PER_LINE
-        return self.values[start : start + size]
-
-    def record(self, position: int) -> Record:
-        """The record at a position, in the log's own memory."""
-        number, _, step, n, size, text_size = self.header(position)
-        block = self.block(position, size + text_size)
-        return Record(number, step, OutputColumns(n, block[:size], Texts.read(n, block[size:]) if text_size else None))
-
-    def records(self, start: int, end: int) -> Iterator[Record]:
-        """Everything from one position to another."""
-        while start < end:
-            _, num_lines, _, n, _, _ = self.header(start)
-            if n != PADDING_RECORD:
-                yield self.record(start)
-            start += num_lines
 
 
 class LogWriter:
@@ -83,16 +36,31 @@ class LogWriter:
 
     def __init__(self, region: Region, memory: memoryview, written: OwnWord, read: SharedWord) -> None:
         self._region, self._memory = region, memory
-        self._ring = _Ring(region, memory)
+        self._ring = LogRing(region, memory)
         self._written_word, self._read_word = written, read
         self.written = written.load_acquire()
         self._given_back_at = 0
+        self._has_reader = True
         self._kept_from = self.written  # what is written from here on is not in a checkpoint, and must not be lost
+
+    @property
+    def _read(self) -> int:
+        """Lines that the reader is done with."""
+        return self._read_word.load_acquire() if self._has_reader else self.written
+
+    def forget_reader(self) -> None:
+        """Nobody reads what is written from here on, but whoever takes over from a checkpoint."""
+        self._has_reader = False
+
+    @property
+    def was_ever_read(self) -> bool:
+        """Whether the reader has taken anything."""
+        return self._read_word.load_acquire() > 0
 
     def room(self, min_lines: int) -> int:
         """int32 values that a block written now may have; 0 where there are not `min_lines` lines in a row."""
         ring = self._ring
-        end = min(self._read_word.load_acquire(), self._kept_from) + ring.num_lines
+        end = min(self._read, self._kept_from) + ring.num_lines
         to_turn = ring.num_lines - self.written % ring.num_lines
         if to_turn < min_lines and end - self.written >= to_turn + min_lines:
             header = ring.headers[self.written % ring.num_lines]
@@ -107,17 +75,18 @@ class LogWriter:
         """int32 [size], at most what `room` said: where the next record's columns go."""
         return self._ring.block(self.written, size)
 
-    def publish(self, number: int, step: int, columns: OutputColumns) -> None:
-        """The record of columns that are in `block` already; their text is put behind them."""
+    def publish(self, number: int, step: int, columns: OutputColumns) -> np.ndarray:
+        """The record of columns that are in `block` already; their text is put behind them. Returns its lines."""
         size, text_size = columns.block.size, columns.text_size
         if columns.texts is not None:
             columns.texts.write(self._ring.block(self.written, size + text_size)[size:])
         num_lines = lines_of(size + text_size)
-        header = self._ring.headers[self.written % self._ring.num_lines]
-        header[:_NUM_HEADER_WORDS] = number, num_lines, step, columns.n, size, text_size
+        lines = self._ring.lines(self.written, num_lines)
+        lines[0, :_NUM_HEADER_WORDS] = number, num_lines, step, columns.n, size, text_size
         self.written += num_lines
         # Header and columns are written; with this store, and not before, the reader looks at them.
         self._written_word.store_release(self.written)
+        return lines
 
     def keep_from(self, position: int) -> None:
         """What was written before may be overwritten once it is read: a checkpoint knows of it."""
@@ -126,17 +95,23 @@ class LogWriter:
     @property
     def is_held(self) -> bool:
         """Whether the reader is done with more than may be overwritten: a checkpoint would make room."""
-        return self._kept_from < self._read_word.load_acquire()
+        return self._kept_from < self._read
 
     def records_since(self, position: int) -> Iterator[Record]:
         """What the predecessor wrote after its last checkpoint."""
-        return self._ring.records(position, self.written)
+        return map(self._ring.record, self._ring.positions(position, self.written))
+
+    def lines_since(self, position: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The same as (number, lines)."""
+        for start in self._ring.positions(position, self.written):
+            number, num_lines, *_ = self._ring.header(start)
+            yield number, self._ring.lines(start, num_lines)
 
     def give_back(self) -> None:
         """Returns the memory of a log that is wholly read and in a checkpoint."""
         if self.written == self._given_back_at:
             return
-        if min(self._read_word.load_acquire(), self._kept_from) == self.written:
+        if min(self._read, self._kept_from) == self.written:
             self._given_back_at = self.written
             give_back(self._memory, self._region.offset, self._region.end - self._region.offset)
 
@@ -159,11 +134,44 @@ class OutputsLogWriter:
             OwnWord(words, Word.OVERFLOW_WRITTEN),
             SharedWord(runner_words, RunnerWord.OVERFLOW_READ),
         )
+        self.broadcast = BroadcastWriter(layout, memory)
         self.min_lines = layout.max_record_lines
         self.number = 0  # of the last record
+        self._cut_off_step = OwnWord(words, Word.CUT_OFF_STEP)
+        if self.cut_off_step:
+            self.forget_reader()
         self._drops = layout.drops.view(memory)
         self._num_drops = 0
         self._checkpoint = 0
+
+    def publish(self, log: LogWriter, step: int, columns: OutputColumns) -> None:
+        """A record of columns that are in the log's `block` already, for the runner and for subscribers."""
+        self.number += 1
+        lines = log.publish(self.number, step, columns)
+        if self.broadcast.is_on:
+            self.broadcast.write_record(lines)
+
+    @property
+    def cut_off_step(self) -> int:
+        """From this step on nothing is kept for the runner; 0: all is."""
+        return self._cut_off_step.load_acquire()
+
+    @property
+    def was_ever_read(self) -> bool:
+        """Whether the runner has taken anything."""
+        return self.outputs.was_ever_read or self.overflow.was_ever_read
+
+    def cut_off(self, step: int) -> None:
+        """Nothing is kept for the runner any more. What it finds in the logs later may be overwritten: it looks here
+        after it has copied something, and finds this, which is stored before any of that happens."""
+        self._cut_off_step.store_release(max(step, 1))
+        fence()
+        self.forget_reader()
+
+    def forget_reader(self) -> None:
+        """Nobody reads what is written from here on, but whoever takes over from a checkpoint."""
+        self.outputs.forget_reader()
+        self.overflow.forget_reader()
 
     def checkpointed(self, checkpoint: int) -> None:
         """The checkpoint of this number knows of everything that was written or dropped so far."""
@@ -171,20 +179,26 @@ class OutputsLogWriter:
         self.overflow.keep_from(self.overflow.written)
         self._checkpoint, self._num_drops = checkpoint, 0
 
-    def note_drop(self, request_no: int) -> None:
-        """There is no room for what a request had to deliver, and it cannot wait. Its row may be cleared now, so no
-        successor may look for it there."""
+    def drop(self, request_no: int, step: int, columns: OutputColumns) -> None:
+        """There is no room for what a request had to deliver, and it cannot wait: subscribers get it, the runner does
+        not. The row may be cleared now, so no successor may look for it there."""
+        if self.broadcast.is_on:
+            self.broadcast.write_record(record_lines(0, step, columns))
         note = self._drops[self._num_drops]
         note[DropWord.REQUEST_NO] = request_no
         note[DropWord.CHECKPOINT] = self._checkpoint + 1
         self._num_drops += 1
 
-    def take_over(self, checkpoint: int, outputs: int, overflow: int, number: int) -> tuple[list[Record], list[int]]:
+    def take_over(
+        self, checkpoint: int, outputs: int, overflow: int, number: int, broadcast: int
+    ) -> tuple[list[Record], list[int]]:
         """What the predecessor delivered and dropped behind its last checkpoint, which was of this number, and written
         with the logs at these positions: (records in order, request numbers)."""
         records = [*self.outputs.records_since(outputs), *self.overflow.records_since(overflow)]
         records.sort(key=lambda record: record.number)
         self.number = records[-1].number if records else number
+        if self.broadcast.is_on:
+            self._broadcast_rest(outputs, overflow, self.broadcast.last_number_since(broadcast, number))
         self.outputs.keep_from(outputs)
         self.overflow.keep_from(overflow)
         self._checkpoint = checkpoint
@@ -194,6 +208,13 @@ class OutputsLogWriter:
         return records, dropped
 
 
+    def _broadcast_rest(self, outputs: int, overflow: int, number: int) -> None:
+        """What the predecessor had delivered to the runner and not yet to the subscribers, who have got this number."""
+        delivered = [*self.outputs.lines_since(outputs), *self.overflow.lines_since(overflow)]
+        for _, lines in sorted((each for each in delivered if each[0] > number), key=lambda each: each[0]):
+            self.broadcast.write_record(lines)
+
+
 class OutputsLogReader:
     """The reader's side. `runner_part` is writable memory of the RUNNER part, `memory` the whole segment, read-only."""
 
@@ -201,33 +222,52 @@ class OutputsLogReader:
         words = layout.words.view(memory)
         runner_words = layout.runner_words.view(runner_part, layout.runner_offset)
         regions = (layout.outputs_log, layout.overflow_log)
-        self._rings = [_Ring(region, memory) for region in regions]
+        self._rings = [LogRing(region, memory) for region in regions]
         self._written = [SharedWord(words, Word.OUTPUTS_WRITTEN), SharedWord(words, Word.OVERFLOW_WRITTEN)]
         self._read = [
             OwnWord(runner_words, RunnerWord.OUTPUTS_READ),
             OwnWord(runner_words, RunnerWord.OVERFLOW_READ),
         ]
+        self._cut_off_step = SharedWord(words, Word.CUT_OFF_STEP)
         self._positions = [0, 0]
         self.number = 0  # of the last record that was taken
 
+    @property
+    def cut_off_step(self) -> int:
+        """From this step on nothing was kept; 0: all was."""
+        return self._cut_off_step.load_acquire()
+
     def take(self) -> Record | None:
-        """The next record, its columns copied, or None where there is none yet."""
+        """The next record, its columns copied, or None where there is none yet. Raises `OutputsLost` where nothing is
+        kept any more."""
         while True:
             heads = self._heads()
             if not heads:
+                self._check_kept()
                 return None
             number, which, position = min(heads)
             if number == self.number + 1:
                 break
             # The one before it came into the other log between the looks at the two: it is there now.
         ring = self._rings[which]
-        number, num_lines, step, n, size, text_size = ring.header(position)
-        block = ring.block(position, size + text_size).copy()
-        self.number = number
+        _, num_lines, *_ = ring.header(position)
+        record = ring.record(position, is_copied=True)
+        self._check_kept()
+        self.number = record.number
         self._positions[which] = position + num_lines
         # The columns are copied: from this store on the writer may overwrite them.
         self._read[which].store_release(position + num_lines)
-        return Record(number, step, OutputColumns(n, block[:size], Texts.read(n, block[size:]) if text_size else None))
+        return record
+
+    def _check_kept(self) -> None:
+        fence()  # what was copied was loaded before this; the word below is loaded after it
+        step = self.cut_off_step
+        if step:
+            raise OutputsLost(
+                f"this book's own outputs are gone: nobody had read any of them when there was no more room at step "
+                f"{step}, and subscribers had not to wait; read from the beginning, or not at all "
+                f"(BookConfig(runner_reads_outputs=False))"
+            )
 
     def has_next(self) -> bool:
         """Whether there is a record to take."""
@@ -239,7 +279,7 @@ class OutputsLogReader:
         for which in (0, 1):
             position, written = self._positions[which], self._written[which].load_acquire()
             while position < written:
-                number, num_lines, _, n, _, _ = self._rings[which].header(position)
+                number, num_lines, _, n, *_ = self._rings[which].header(position)
                 if n != PADDING_RECORD:
                     heads.append((number, which, position))
                     break

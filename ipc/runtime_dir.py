@@ -21,6 +21,7 @@ from asyncbook.ipc.errors import HandshakeFailed
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, its closing zero aside
 PREFIX = "asyncbook"
+SUBSCRIBERS_SOCKET = "subscribers"  # in the folder of a book's address
 _NAME = re.compile(rf"{PREFIX}-(?P<pid>[1-9][0-9]*)-(?P<start>[0-9a-f]+)-(?P<world>[0-9a-f]{{6}})-[^-]+")
 
 
@@ -81,6 +82,18 @@ def create_directory(names: Iterable[str]) -> Path:
         f"no folder for the sockets: a path may have {MAX_SOCKET_PATH_BYTES} bytes; tried {', '.join(tried)}; "
         f"set TMPDIR to a shorter folder that can be written"
     )
+
+
+def folders() -> list[Path]:
+    """This user's folders whose owners live, and are seen from here."""
+    world = _world()
+    found = [path for place in places() for path in _ours(place)]
+    return [path for path in found if _is_of(path.name, world) and not _is_stale(path.name, world)]
+
+
+def _is_of(name: str, world: str) -> bool:
+    match = _NAME.fullmatch(name)
+    return match is not None and match["world"] == world
 
 
 def stale_directories() -> list[Path]:

@@ -87,6 +87,15 @@ def give_back(memory: memoryview, offset: int, length: int) -> None:
             memory.obj.madvise(mmap.MADV_REMOVE, start, end - start)
 
 
+def book_no_of(descriptor: int) -> int | None:
+    """The number of the book whose memory a descriptor is of, None where it is of no book."""
+    data = os.pread(descriptor, 8 * len(Owner), 0)
+    if len(data) < 8 * len(Owner):
+        return None
+    words = np.frombuffer(data, np.int64)
+    return int(words[Owner.BOOK_NO]) if words[Owner.MAGIC] == MAGIC else None
+
+
 class Segment:
     """The descriptor, its size, and numpy views of the declared regions.
 
@@ -121,6 +130,7 @@ class Segment:
         owner[Owner.MAX_IN_FLIGHT] = layout.max_in_flight
         owner[Owner.TOTAL_BYTES] = layout.total_bytes
         owner[Owner.OWNER_PID] = os.getpid()
+        owner[Owner.BOOK_NO] = secrets.randbits(63)
         owner[Owner.LAYOUT_VERSION] = LAYOUT_VERSION
         owner[Owner.MAGIC] = MAGIC
         return segment
@@ -147,6 +157,13 @@ class Segment:
                 f"the segment has {size} bytes and says {owner[Owner.TOTAL_BYTES]}, expected {layout.total_bytes}"
             )
         return cls(descriptor, layout)
+
+    @property
+    def book_no(self) -> int:
+        """A number that only this book has."""
+        book_no = book_no_of(self.descriptor)
+        assert book_no is not None, "it was checked or written when the segment was opened"
+        return book_no
 
     def _map(self, offset: int, length: int, *, writable: bool) -> memoryview:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)

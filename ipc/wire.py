@@ -7,6 +7,7 @@ applies each once. Arrays travel as raw little-endian bytes and are read without
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 import typing
 from typing import Any
@@ -18,6 +19,7 @@ from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import Layout, layout_hash
 
 MAX_EVENT_BYTES = 1 << 16
+MAX_SUBSCRIBER_MESSAGE_BYTES = 256
 MAX_STOP_IDS = 1 << 16  # of a request
 MAX_STOP_BYTES = 1 << 14  # of all stop strings of a request, as UTF-8
 MAX_REQUEST_ID_BYTES = 1 << 16
@@ -114,6 +116,7 @@ class RestoredRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What a request in a row was admitted with and the segment does not hold."""
 
     row: int
+    request_id: str
     stop_ids: list[int]  # of the user, and end-of-sequence ids that count
     stop: list[str]
     include_stop_str_in_output: bool
@@ -159,6 +162,9 @@ class Setup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     sidecar_cpu: int | None
     max_command_bytes: int
     is_restart: bool  # another sidecar had the segment before: wait for `Restore`
+    runner_reads_outputs: bool
+    subscribers: str  # folder for the socket of subscribers, empty where there is none
+    subscribers_token: bytes
     schema_hash: str
 
 
@@ -205,6 +211,65 @@ class Fault(Event, tag=5):
     reason: str
 
 
+class Named(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a subscriber must know of a request: deliveries have its number, and a stop string's place in the list."""
+
+    request_no: int
+    request_id: str
+    stop: list[str]
+
+
+class SubscriberMessage(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Subscriber to sidecar."""
+
+
+class Subscribe(SubscriberMessage, tag=1):
+    """Proves with `token` that it could read the book's address. `epoch`: 0 at first, later the one it reads in."""
+
+    token: bytes
+    pid: int
+    start_time: int
+    epoch: int
+
+
+class WakeAt(SubscriberMessage, tag=2):
+    """Asks for a `Woken` once the broadcast log is written beyond this position."""
+
+    position: int
+
+
+class Unsubscribe(SubscriberMessage, tag=3):
+    """The last one."""
+
+
+class SubscriberReply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Sidecar to subscriber."""
+
+
+class Subscribed(SubscriberReply, tag=1):
+    """Where to read from, and whom what is there is of."""
+
+    position: int
+    epoch: int
+    requests: list[Named]
+
+
+class Woken(SubscriberReply, tag=2):
+    """There is something to read, or the sidecar ends."""
+
+
+class Unknown(SubscriberReply, tag=3):
+    """This sidecar, a new one perhaps, does not know who that is: subscribe first."""
+
+
+class NotSubscribed(SubscriberReply, tag=4):
+    """Why not."""
+
+    reason: str
+
+
+AnySubscriberMessage = Subscribe | WakeAt | Unsubscribe
+AnySubscriberReply = Subscribed | Woken | Unknown | NotSubscribed
 AnyCommand = Admit | DescribeBatch | Step | Abort | Preempt | Resume | Rewind | Release | Barrier | Stop | Restore
 AnyEvent = Compiling | Ready | Refused | Wake | Fault
 
@@ -217,14 +282,15 @@ def max_command_bytes(layout: Layout) -> int:
     batch = 4 * BatchField.COUNT * n
     step = 4 * n * (1 + 2 * layout.num_spec_tokens)
     # As many stop ids as all rows may have are more than any message should bring: a book of a few rows with many.
-    restore = NUM_BATCH_SLOTS * (batch + 64) + min(n * stops, 1 << 30) + 64 * n
+    restore = NUM_BATCH_SLOTS * (batch + 64) + min(n * (stops + MAX_REQUEST_ID_BYTES), 1 << 30) + 64 * n
     return max(admission, batch, step, restore) + 4096
 
 
 def schema_hash() -> str:
     """16 hex digits that change when any message's fields, types, order or tag change, or the layout of the segment."""
     text = [layout_hash()]
-    for message in (*typing.get_args(AnyCommand), *typing.get_args(AnyEvent), Setup):
+    unions = (AnyCommand, AnyEvent, AnySubscriberMessage, AnySubscriberReply)
+    for message in (*itertools.chain(*map(typing.get_args, unions)), Setup, Named):
         info = msgspec.inspect.type_info(message)
         assert isinstance(info, msgspec.inspect.StructType)
         fields = [(field.name, repr(field.type)) for field in info.fields]
@@ -236,6 +302,9 @@ _NO_BYTES = memoryview(b"")
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 _event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
+_message_decoder: msgspec.msgpack.Decoder[AnySubscriberMessage] = msgspec.msgpack.Decoder(AnySubscriberMessage)
+_reply_decoder: msgspec.msgpack.Decoder[AnySubscriberReply] = msgspec.msgpack.Decoder(AnySubscriberReply)
+_names_decoder: msgspec.msgpack.Decoder[list[Named]] = msgspec.msgpack.Decoder(list[Named])
 _setup_decoder: msgspec.msgpack.Decoder[Setup] = msgspec.msgpack.Decoder(Setup)
 
 encode = _encoder.encode
@@ -257,6 +326,21 @@ def decode_command(data: memoryview | bytes) -> AnyCommand:
 def decode_event(data: memoryview | bytes) -> AnyEvent:
     """Raises `BadMessage` for anything that is not a whole, valid event."""
     return typing.cast(AnyEvent, _decode(_event_decoder, data, "an event"))
+
+
+def decode_subscriber_message(data: memoryview | bytes) -> AnySubscriberMessage:
+    """Raises `BadMessage` for anything that is not a whole, valid message of a subscriber."""
+    return typing.cast(AnySubscriberMessage, _decode(_message_decoder, data, "a subscriber's message"))
+
+
+def decode_subscriber_reply(data: memoryview | bytes) -> AnySubscriberReply:
+    """Raises `BadMessage` for anything that is not a whole, valid reply."""
+    return typing.cast(AnySubscriberReply, _decode(_reply_decoder, data, "a reply to a subscriber"))
+
+
+def decode_names(data: memoryview | bytes) -> list[Named]:
+    """Raises `BadMessage` for anything that is not a list of `Named`."""
+    return typing.cast("list[Named]", _decode(_names_decoder, data, "names"))
 
 
 def decode_setup(data: memoryview | bytes) -> Setup:

@@ -34,6 +34,7 @@ class Owner(IntEnum):
     MAX_IN_FLIGHT = 5
     TOTAL_BYTES = 6
     OWNER_PID = 7
+    BOOK_NO = 8  # drawn at random: tells the book from whatever else a descriptor's number may stand for later
 
 
 class Word(IntEnum):
@@ -48,6 +49,12 @@ class Word(IntEnum):
     WAITS_FOR_ROOM = 6 * WORDS_PER_LINE  # 1: outputs wait for the reader, who rings the doorbell when it has read
     CHECKPOINT = 7 * WORDS_PER_LINE  # release-stored last: how many checkpoints were written; the newest is whole
     CHECKPOINT_SEQ = 8 * WORDS_PER_LINE  # sequence number of the newest checkpoint, stored right after
+    BROADCAST_RESERVED = 9 * WORDS_PER_LINE  # lines of the broadcast log that were ever begun: older ones are gone
+    BROADCAST_WRITTEN = 10 * WORDS_PER_LINE  # lines of it that are whole
+    BROADCAST_EPOCH = 11 * WORDS_PER_LINE  # odd: everything delivered is broadcast, without a gap since it became that
+    BROADCAST_START = 12 * WORDS_PER_LINE  # lines of the broadcast log that were written when its epoch began
+    BROADCAST_START_NUMBER = 13 * WORDS_PER_LINE  # of the last delivery before that
+    CUT_OFF_STEP = 14 * WORDS_PER_LINE  # from this step on nothing is kept for the runner, who never read; 0: all is
 
 
 class RunnerWord(IntEnum):
@@ -57,6 +64,8 @@ class RunnerWord(IntEnum):
     WAKE_AT_OUTPUTS = 1 * WORDS_PER_LINE  # the same for the delivery of this number
     OUTPUTS_READ = 2 * WORDS_PER_LINE  # lines of the outputs log that the reader is done with
     OVERFLOW_READ = 3 * WORDS_PER_LINE  # the same of the overflow log
+    NUM_RESTARTS = 4 * WORDS_PER_LINE  # how often another sidecar took the book over
+    SIDECAR_PID = 5 * WORDS_PER_LINE  # 0 in an embedded book
 
 
 NO_WAKE = 2**62
@@ -144,6 +153,7 @@ class CheckpointWord(IntEnum):
     OUTPUTS_WRITTEN = 2  # lines of the outputs log that were written by then
     OVERFLOW_WRITTEN = 3  # the same of the overflow log
     OUTPUTS_NUMBER = 4  # of the last delivery
+    BROADCAST_WRITTEN = 5  # lines of the broadcast log that were written by then
 
 
 NUM_CHECKPOINTS = 2  # number n lies in slot n % NUM_CHECKPOINTS; the first is number 1
@@ -169,8 +179,18 @@ class RecordWord(IntEnum):
 
 
 PADDING_RECORD = -1
+NAMES_RECORD = -2  # in the broadcast log: which requests were admitted. BLOCK_SIZE counts bytes then
 MIN_OUTPUTS_LOG_BYTES = 1 << 20
 OVERFLOW_LOG_BYTES = 1 << 26
+BROADCAST_LOG_BYTES = 1 << 26
+MAX_SUBSCRIBERS = 64
+
+
+class SubscriberWord(IntEnum):
+    """int64 words of a subscriber's entry: its process. 0: a free entry."""
+
+    PID = 0
+    START_TIME = 1  # as in `ipc/runtime_dir.py`
 
 
 class Counter(IntEnum):

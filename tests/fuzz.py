@@ -48,6 +48,9 @@ class FakeChannel:
     def send_event(self, event: wire.Event, timeout_ms: int = 0) -> bool:
         return True
 
+    def receive_from_subscriber(self) -> None:
+        return None
+
 
 class NoWait:
     """An idle policy that is never asked."""
@@ -286,7 +289,7 @@ class Traffic:
 
     def _restore(self, seq: int) -> wire.AnyCommand:
         rows = [
-            wire.RestoredRow(row, [1, 2], [], False, True)
+            wire.RestoredRow(row, "request", [1, 2], [], False, True)
             for row in range(self._random.randint(0, LAYOUT.max_num_reqs))
         ]
         return wire.Restore(seq - 1, rows, [wire.RestoredBatch(0, NO_BYTES)])
@@ -446,7 +449,7 @@ def restore_of(fuzzed: Fuzzed) -> bytes:
     ledger = fuzzed.ledger
     counts = ledger.work[Field.NUM_STOP_IDS]
     rows = [
-        wire.RestoredRow(row, ledger.stop_ids[row, : counts[row]].tolist(), [], False, True)
+        wire.RestoredRow(row, "request", ledger.stop_ids[row, : counts[row]].tolist(), [], False, True)
         for row in np.flatnonzero(ledger.work[Field.STATE]).tolist()
     ]
     batches = [

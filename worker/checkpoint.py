@@ -28,7 +28,8 @@ from asyncbook.ipc.layout import (
     Layout,
     Word,
 )
-from asyncbook.ipc.outputs_log import OutputsLogWriter, Record
+from asyncbook.ipc.log_ring import Record
+from asyncbook.ipc.outputs_log import OutputsLogWriter
 from asyncbook.ipc.publish import OwnWord
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.ledger import Ledger
@@ -71,7 +72,7 @@ class Checkpoints:
             self._work[slot], self._counters[slot], self._row_counters[slot],
         )  # fmt: skip
         seq = ledger.applied_seq
-        header = seq, ledger.step, log.outputs.written, log.overflow.written, log.number
+        header = seq, ledger.step, log.outputs.written, log.overflow.written, log.number, log.broadcast.written
         self._headers[slot][: len(CheckpointWord)] = header
         # All of the slot is written; with this store it is the one to start from, and the other one may be overwritten.
         self._number_word.store_release(number)
@@ -91,14 +92,14 @@ class Checkpoints:
             slot = self._number % NUM_CHECKPOINTS
             header = self._headers[slot][: len(CheckpointWord)].tolist()
             self._restore(slot)
-        self.seq, ledger.step, outputs_from, overflow_from, number = header
+        self.seq, ledger.step, outputs_from, overflow_from, number, broadcast_from = header
         ledger.applied_seq = self.seq
         self._seq_word.store_release(self.seq)
         # Slots and frames may be half written: all of each is written anew.
         ledger.work[Field.IS_DIRTY] = NUM_CHECKPOINTS
         ledger.history_lengths[:] = kernels.ALL_ROWS
         rows_by_request = self._rows_by_request()
-        records, dropped = log.take_over(self._number, outputs_from, overflow_from, number)
+        records, dropped = log.take_over(self._number, outputs_from, overflow_from, number, broadcast_from)
         for record in records:
             self._count_delivered(record, rows_by_request)
         for request_no in dropped:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from asyncbook.ipc import wire
 from asyncbook.ipc.channel import SidecarChannel
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import Counter, Histogram, Layout, RunnerWord, Word
+from asyncbook.ipc.layout import Counter, Field, Histogram, Layout, RunnerWord, Word
 from asyncbook.ipc.outputs_log import OutputsLogWriter
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
@@ -24,6 +24,8 @@ from asyncbook.worker.bookkeeper import Bookkeeper
 from asyncbook.worker.delivery import LogDelivery
 from asyncbook.worker.idle import Idle, IdlePolicy
 from asyncbook.worker.ledger import Outcome
+from asyncbook.worker.life import State
+from asyncbook.worker.subscribers import Subscribers
 from asyncbook.worker.warm import Warmth
 
 if TYPE_CHECKING:
@@ -49,12 +51,19 @@ class DutyCycle:
         *,
         is_restart: bool = False,
         text_rows: TextRows | None = None,
+        runner_reads_outputs: bool = True,
+        subscribers_token: bytes = b"",
     ) -> None:
         self._channel = channel
         self._idle_policy = idle_policy
         self._log = OutputsLogWriter(layout, memory)
+        if not runner_reads_outputs:
+            self._log.forget_reader()
         self._bookkeeper = Bookkeeper(layout, memory, vocab_size, LogDelivery(self._log), self._log, text_rows)
         self._ledger = self._bookkeeper.ledger
+        self._subscribers = Subscribers(
+            layout.subscribers.view(memory), self._ledger.work[Field.REQUEST_NO], channel, self._log, subscribers_token
+        )
         self._warmth = Warmth(self._ledger)
         self._ring = SampleRingReader(layout, memory)
         self._arrivals = Arrivals(layout.histograms.view(memory)[Histogram.WAIT_FOR_TOKENS])
@@ -86,6 +95,7 @@ class DutyCycle:
                 message = self._next_message()
                 has_worked = message is not None
                 if message is not None and self._apply(message) is Outcome.STOP:
+                    self._subscribers.wake_all()
                     return True
             if has_worked:
                 self._idle_policy.worked()
@@ -166,7 +176,9 @@ class DutyCycle:
     def _wait_for_command(self, timeout_ms: int | None) -> bool:
         if not self._has_all_delivered:
             self._flush()
-        return self._channel.wait_command(timeout_ms)
+        runner_lives = self._channel.wait_command(timeout_ms)
+        self._subscribers.serve_now()
+        return runner_lives
 
     # Applying
 
@@ -187,6 +199,8 @@ class DutyCycle:
         try:
             if is_restore is not self._waits_for_restore:
                 raise BadMessage("what was before a restart comes first after one, and at no other time")
+            if type(message) is wire.Admit and message.seq == self._ledger.applied_seq + 1:
+                self._subscribers.announce(message)
             outcome = self._bookkeeper.apply(message)
         except BadMessage as error:
             # A sidecar that cannot take over says so and ends: the runner waits for it.
@@ -199,9 +213,22 @@ class DutyCycle:
         if isinstance(message, wire.Step):
             self._after_step()
         else:
+            self._note_requests(message, outcome)
             self._applied_seq.store_release(self._ledger.applied_seq)
             self._flush()
         return outcome
+
+    def _note_requests(self, message: wire.AnyCommand, outcome: Outcome) -> None:
+        """Whoever subscribes later must know the requests in the rows."""
+        directory = self._subscribers.directory
+        if outcome is not Outcome.APPLIED:
+            return
+        if type(message) is wire.Admit:
+            directory.admit(message)
+        elif type(message) is wire.Release and self._ledger.work[Field.STATE, message.row] == State.FREE:
+            directory.release(message.row)
+        elif type(message) is wire.Restore:
+            directory.restore(message.rows)
 
     def _after_step(self) -> None:
         fence()
@@ -225,6 +252,7 @@ class DutyCycle:
             self._announced_number = self._log.number
             fence()
             self._wake_for_outputs(self._announced_number)
+        self._subscribers.serve()
 
     # Waking the runner: one wake-up for one request to be woken, which the runner makes anew when it sleeps again. A
     # step or delivery is published, then the request is looked at; the runner stores its request, then looks for the

@@ -15,6 +15,7 @@ import numpy as np
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import NUM_CHECKPOINTS, UINT32_MAX, Counter, Field, FinishReason, Layout
+from asyncbook.ipc.publish import fence
 from asyncbook.ipc.segment import give_back
 from asyncbook.worker import kernels, rules
 from asyncbook.worker.checks import check_range, check_stop_ids, checked_admission, checked_batch
@@ -50,6 +51,7 @@ class Tables:
         self.is_token_ids = layout.is_token_ids.view(memory)
         self.counters = layout.counters.view(memory)
         self.row_counters = layout.row_counters.view(memory)
+        self.released_generations = layout.released_generations.view(memory)
         self.frames_int32 = [layout.frame_int32(slot).view(memory) for slot in range(layout.num_frames)]
         self.frames_uint8 = [layout.frame_uint8(slot).view(memory) for slot in range(layout.num_frames)]
 
@@ -357,6 +359,8 @@ class Ledger:
         if self.texts is not None:
             self.texts.close(row)
         num_tokens = int(self.work[Field.NUM_TOKENS, row])
+        tables.released_generations[row] = message.generation
+        fence()  # whoever reads the row's tokens in another process, and then this, knows whether they were still there
         kernels.clear_row(
             self.work, tables.token_ids, tables.is_token_ids, tables.row_counters, self.lists, self.lengths, row
         )

@@ -60,6 +60,8 @@ def _serve(segment: Segment, setup: wire.Setup, channel: SidecarChannel, watch: 
         idle_policy,
         is_restart=setup.is_restart,
         text_rows=text_rows,
+        runner_reads_outputs=setup.runner_reads_outputs,
+        subscribers_token=setup.subscribers_token,
     )
     channel.send_event(wire.Ready(setup.token, os.getpid(), LAYOUT_VERSION, wire.schema_hash()))
     watch.is_serving = True
@@ -79,7 +81,8 @@ def serve(segment_descriptor: int, lifetime: int, directory: str, watch: RunnerW
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if setup.sidecar_cpu is not None:
         os.sched_setaffinity(0, {setup.sidecar_cpu})
-    channel = SidecarChannel(Path(directory), setup.max_command_bytes)
+    subscribers = Path(setup.subscribers) if setup.subscribers else None
+    channel = SidecarChannel(Path(directory), setup.max_command_bytes, subscribers)
     try:
         with _open_segment(segment_descriptor, setup) as segment:
             _serve(segment, setup, channel, watch)

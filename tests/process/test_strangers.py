@@ -134,7 +134,7 @@ def test_no_message_of_a_runner_is_longer() -> None:
             wire.Step(2**62, 2**62, 31, 1 + drafts, sampled, drafts, given),
             wire.Restore(
                 2**62,
-                [wire.RestoredRow(rows, [big] * 20, ["xyz"] * 9, False, True)] * rows,
+                [wire.RestoredRow(rows, "r" * 70, [big] * 20, ["xyz"] * 9, False, True)] * rows,
                 [wire.RestoredBatch(31, batch)] * 32,
             ),
         ]

@@ -7,6 +7,7 @@ all; only the processes, the sockets and the thread that watches are played here
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import deque
@@ -21,14 +22,18 @@ import pytest
 
 import asyncbook.sidecar
 from asyncbook import BookConfig, StepOutputs
-from asyncbook.ipc import jit, layout, outputs_log, wire
+from asyncbook.ipc import broadcast, jit, layout, outputs_log, wire
+from asyncbook.ipc.broadcast import BroadcastReader, NamesRecord
+from asyncbook.ipc.runtime_dir import start_time
 from asyncbook.ipc.segment import Segment
+from asyncbook.names import Names
+from asyncbook.place import Place
 from asyncbook.sidecar import SidecarBook
 from asyncbook.supervisor import Link
-from asyncbook.worker import bookkeeper, checkpoint, delivery, duty, ledger, outbox
+from asyncbook.worker import bookkeeper, checkpoint, delivery, duty, ledger, outbox, subscribers
 from asyncbook.worker.idle import SpinThenSleep
 
-MORTAL_MODULES = (bookkeeper, checkpoint, delivery, duty, ledger, outbox, outputs_log)
+MORTAL_MODULES = (bookkeeper, broadcast, checkpoint, delivery, duty, ledger, outbox, outputs_log, subscribers)
 MORTAL_FILES = {module.__file__ for module in MORTAL_MODULES}
 UNIT_BYTES = 8  # an aligned store is whole or not there
 
@@ -138,6 +143,8 @@ class MortalSidecar:
         self._config, self._segment, self._memory = config, segment, memory
         self._executioner, self._on_death, self._is_restart = executioner, on_death, is_restart
         self.commands: deque[bytes] = deque()
+        self.asked: deque[wire.AnySubscriberMessage] = deque()
+        self.answered: deque[wire.AnySubscriberReply] = deque()
         self.events: deque[bytes] = deque()
         self.is_dead = False
         self._duty: duty.DutyCycle | None = None
@@ -193,6 +200,13 @@ class MortalSidecar:
 
     def wait_command(self, timeout_ms: int | None) -> bool:
         return bool(self.commands)  # False ends `DutyCycle.run`, which can be called again
+
+    def receive_from_subscriber(self) -> tuple[bytes, bytes] | None:
+        return (b"subscriber", wire.encode(self.asked.popleft())) if self.asked else None
+
+    def send_to_subscriber(self, who: bytes, reply: wire.AnySubscriberReply) -> bool:
+        self.answered.append(reply)
+        return True
 
     def send_event(self, event: wire.Event, timeout_ms: int = 1000) -> bool:
         self.events.append(wire.encode(event))
@@ -273,14 +287,15 @@ class MortalBook(SidecarBook):
                 )
                 return Link(RunnerEnd(sidecar), sidecar)  # type: ignore[arg-type]
 
-            def supervise(config: BookConfig, descriptor: int, link: Link) -> Undertaker:
+            def supervise(config: BookConfig, descriptor: int, place: Place, link: Link) -> Undertaker:
                 keepers.append(Undertaker(link))
                 keepers[0].make_link = make_link
                 return keepers[0]
 
             patch.setattr(asyncbook.sidecar, "Supervisor", supervise)
             jit.compile_all()
-            book = cls(config, segment, *make_link(is_restart=False))
+            place = Place(config, segment, is_embedded=False)
+            book = cls(config, segment, place, *make_link(is_restart=False))
         book.executioner = executioner
         return book
 
@@ -292,9 +307,43 @@ class MortalBook(SidecarBook):
                 return
             self._check_alive()
 
+    def subscribe(self) -> Listener:
+        """The outputs from now on, as another process gets them."""
+        sidecar: Any = self._process
+        started = start_time(os.getpid())
+        assert started is not None
+        sidecar.asked.append(wire.Subscribe(b"", os.getpid(), started, 0))
+        sidecar.work()
+        reply = sidecar.answered.popleft()
+        assert isinstance(reply, wire.Subscribed)
+        return Listener(self._segment, reply, has_texts=self.config.tokenizer is not None)
+
     def poll_outputs(self) -> list[StepOutputs]:
         self._process.work()  # type: ignore[attr-defined]
         return super().poll_outputs()
+
+
+class Listener:
+    """In the place of `Subscription`: it has no socket to be woken through."""
+
+    def __init__(self, segment: Segment, reply: wire.Subscribed, *, has_texts: bool) -> None:
+        self._names = Names(has_texts=has_texts)
+        self._learn(reply.requests)
+        self._log = BroadcastReader(segment.layout, segment.readable(), reply.position, reply.epoch)
+
+    def _learn(self, requests: list[wire.Named]) -> None:
+        for named in requests:
+            self._names.put(named.request_no, named.request_id, named.stop)
+
+    def poll_outputs(self) -> list[StepOutputs]:
+        """What was broadcast since the last call."""
+        outputs = []
+        while (record := self._log.take()) is not None:
+            if isinstance(record, NamesRecord):
+                self._learn(wire.decode_names(record.data))
+            else:
+                outputs.append(self._names.step_outputs(record.step, record.columns))
+        return outputs
 
 
 @contextmanager

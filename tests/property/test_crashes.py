@@ -19,7 +19,7 @@ import asyncbook.sidecar
 from asyncbook import Book, BookConfig, RequestParams
 from asyncbook.worker import checkpoint
 from tests.property.compare import plain
-from tests.property.mortal import MortalBook, small_logs
+from tests.property.mortal import Listener, MortalBook, small_logs
 from tests.property.operations import CONFIGS, OPERATIONS, Choices, drive, once_in
 from tests.property.test_book_machine import SHORT, BookMachine
 from tests.property.test_slow_reader import Events, add_events
@@ -36,6 +36,8 @@ class MortalTrio(Trio):
     def __init__(self, config: BookConfig) -> None:
         self._expected: Events = defaultdict(list)
         self._came: Events = defaultdict(list)
+        self._heard: Events = defaultdict(list)
+        self._listener: Listener | None = None
         super().__init__(config)
 
     def _make_sidecar(self, config: BookConfig) -> Book:
@@ -50,6 +52,15 @@ class MortalTrio(Trio):
         """The reader takes what is there."""
         self._record("", "poll")
         add_events(self._came, map(plain, self.sidecar.poll_outputs()))
+        self._listen()
+
+    def listen(self) -> None:
+        """From now on another process gets the outputs as well."""
+        self._listener = self.sidecar.subscribe()
+
+    def _listen(self) -> None:
+        if self._listener is not None:
+            add_events(self._heard, map(plain, self._listener.poll_outputs()))
 
     def work(self) -> None:
         """The sidecar takes what was sent."""
@@ -71,6 +82,9 @@ class MortalTrio(Trio):
             add_events(self._came, map(plain, outputs))
             num_polls = 0 if outputs else num_polls + 1
         assert self._came == self._expected, "sidecar outputs"
+        self._listen()
+        assert self._listener is None or self._heard == self._expected, "broadcast outputs"
+        self._heard.clear()
         self._came.clear()
         self._expected.clear()
         self._awaited.clear()
@@ -122,6 +136,8 @@ def test_many_random_deaths(name: str) -> None:
     num_deaths = 0
     for seed in range(NUM_LIVES):
         trio = MortalTrio(MORTAL_CONFIGS[name])  # a new one: there is no checkpoint yet
+        if seed % 2:
+            trio.listen()
         try:
             drive(trio, seed, CALLS_A_LIFE, CALLS_A_LIFE, CRASHING)
         finally:

@@ -172,7 +172,7 @@ STOP_IDS = [6, 7, 8, 9, 10, 5]
 def test_a_restore_that_is_wrong(fuzzed: Fuzzed, rows: Any, batches: Any) -> None:
     message = wire.Restore(
         fuzzed.ledger.applied_seq,
-        [wire.RestoredRow(*row, [], False, True) for row in rows],
+        [wire.RestoredRow(row[0], "request", row[1], [], False, True) for row in rows],
         [wire.RestoredBatch(*described) for described in batches],
     )
     assert not restored(fuzzed, message)

@@ -1,0 +1,244 @@
+"""The outputs of another process's book. What they cost, they cost here: the runner's process does nothing for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from asyncbook.ipc import address as book_address
+from asyncbook.ipc import wire
+from asyncbook.ipc.broadcast import BroadcastReader, NamesRecord
+from asyncbook.ipc.channel import SubscriberChannel
+from asyncbook.ipc.errors import BookClosed, HandshakeFailed, InvalidRequest, OutputsLost, RunnerDied, SidecarTimeout
+from asyncbook.ipc.log_ring import Record
+from asyncbook.ipc.runtime_dir import start_time
+from asyncbook.names import Names
+from asyncbook.outputs import StepOutputs
+from asyncbook.place import config_at
+from asyncbook.reader import OutputsReader, request_ids_of
+from asyncbook.streams import RequestOutput, Streams
+from asyncbook.waiting import DescriptorWaiters
+
+ASK_AGAIN_MS = 250  # a wake-up may be lost with the sidecar that was asked for it
+
+
+class Subscription(OutputsReader):
+    """Made by `asyncbook.subscribe`. Used from one thread; several subscriptions disturb neither each other nor the book.
+
+    A reader that comes late gets what has waited in as many pieces as were delivered. At most 64 MiB wait; one that is
+    further behind gets `OutputsLost`, and can subscribe again. `RunnerDied` ends the subscription, as does the end of
+    the book, after everything delivered before was read. A sidecar that dies and is replaced goes unnoticed.
+    """
+
+    def __init__(self, address: str | os.PathLike[str], *, prefix: str = "", timeout_s: float = 10.0) -> None:
+        super().__init__(Streams(request_ids_of))
+        self._folder = Path(address)
+        self._prefix = prefix
+        self._address = book_address.read(address)
+        if self._address.is_embedded:
+            raise HandshakeFailed(
+                f"the book at {address} is embedded in process {self._address.pid}: it has no sidecar that could "
+                f"deliver its outputs to another process; make it with asyncbook.spawn"
+            )
+        self.config = config_at(self._address)
+        self._names = Names(has_texts=self.config.tokenizer is not None)
+        self._segment = book_address.open_segment(self._address)
+        self._channel = SubscriberChannel(self._folder)
+        self._runner = os.pidfd_open(self._address.pid)
+        self._waiters = DescriptorWaiters()
+        self._ended_by: BookClosed | RunnerDied | OutputsLost | None = None
+        try:
+            self._log = self._subscribe(time.monotonic() + timeout_s, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _subscribe(self, deadline: float, timeout_s: float) -> BroadcastReader:
+        message = self._request(0)
+        has_asked = False
+        while True:
+            has_asked = has_asked or self._channel.send(message)
+            reply = self._channel.receive()
+            if isinstance(reply, wire.Subscribed):
+                self._learn(reply.requests)
+                return BroadcastReader(self._segment.layout, self._segment.readable(), reply.position, reply.epoch)
+            if isinstance(reply, wire.NotSubscribed):
+                raise HandshakeFailed(f"the sidecar of process {self._address.pid} takes no subscriber: {reply.reason}")
+            if reply is None:
+                self._check_book()
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise SidecarTimeout(f"the sidecar of the book at {self._folder} gave no answer in {timeout_s} s")
+                wait_ms = min(int(1000 * left_s) + 1, ASK_AGAIN_MS)
+                self._channel.wait(wait_ms, to_send=not has_asked, descriptors=(self._runner,))
+
+    def _request(self, epoch: int) -> wire.Subscribe:
+        started = start_time(os.getpid())
+        assert started is not None, "this process runs"
+        return wire.Subscribe(self._address.token, os.getpid(), started, epoch)
+
+    def _learn(self, requests: list[wire.Named]) -> None:
+        for named in requests:
+            self._names.put(named.request_no, named.request_id, named.stop)
+
+    @property
+    def address(self) -> str:
+        """Where the book was found."""
+        return str(self._folder)
+
+    @property
+    def lag_bytes(self) -> int:
+        """What was delivered and not read yet; `OutputsLost` comes at 64 MiB."""
+        return self._log.lag_bytes
+
+    # What is delivered
+
+    def _take_outputs(self) -> StepOutputs | None:
+        while not self._is_closed and self._ended_by is None:
+            try:
+                record = self._log.take()
+            except OutputsLost as error:
+                self._ended_by = error
+                raise
+            if record is None:
+                return None
+            if isinstance(record, NamesRecord):
+                self._learn(wire.decode_names(record.data))
+                continue
+            step_outputs = self._share_of(record)
+            if len(step_outputs):
+                return step_outputs
+        if isinstance(self._ended_by, OutputsLost):
+            raise self._ended_by
+        return None
+
+    def _share_of(self, record: Record) -> StepOutputs:
+        step_outputs = self._names.step_outputs(record.step, record.columns)
+        if not self._prefix:
+            return step_outputs
+        ours = [request_id.startswith(self._prefix) for request_id in step_outputs.request_ids]
+        return step_outputs if all(ours) else step_outputs.select(np.flatnonzero(ours))
+
+    def stream(self, request_id: str) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request, from those not read yet on, until its end; one that has not come yet is waited
+        for. Raises `InvalidRequest` where it has a stream, or is not of this subscription's share."""
+        if not request_id.startswith(self._prefix):
+            raise InvalidRequest(f"request {request_id!r} is another's: this subscription is of {self._prefix!r}...")
+        try:
+            stream = self._streams.open(request_id)
+        except KeyError:
+            raise InvalidRequest(f"request {request_id!r} has a stream already, expected one at most") from None
+
+        async def pieces() -> AsyncIterator[RequestOutput]:
+            try:
+                async for piece in self._pieces(stream):
+                    yield piece
+            finally:
+                self._streams.close(request_id, stream)
+
+        return pieces()
+
+    # Waiting
+
+    def wait_outputs(self, timeout_s: float | None = None) -> bool:
+        """Whether there is something to poll, after at most this long. Raises `BookClosed` where there never will be,
+        `RunnerDied` where the runner ended without closing the book."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._log.has_next:
+            left_ms = ASK_AGAIN_MS if deadline is None else int(1000 * (deadline - time.monotonic()))
+            if left_ms <= 0:
+                return False
+            self._ask_to_be_woken()
+            if not self._log.has_next:
+                self._check_alive()
+                self._channel.wait(min(left_ms, ASK_AGAIN_MS), descriptors=(self._runner,))
+        return True
+
+    async def _await_outputs(self) -> None:
+        self._ask_to_be_woken()
+        if self._log.has_next:
+            return
+        try:
+            self._check_alive()
+        except BookClosed:  # everything was read: the end
+            self._is_closed = True
+            return
+        with_timeout = self._waiters.readable(self._channel.descriptor, self._runner)
+        try:
+            async with asyncio.timeout(ASK_AGAIN_MS / 1000):
+                await with_timeout
+        except TimeoutError:
+            return
+
+    def _ask_to_be_woken(self) -> None:
+        """Says so, then the caller looks once more: what was written before the sidecar reads this, it answers."""
+        self._receive()
+        self._channel.send(wire.WakeAt(self._log.position))
+
+    def _receive(self) -> None:
+        while (reply := self._channel.receive()) is not None:
+            if isinstance(reply, wire.Unknown):  # another sidecar: it knows this process, and not this socket
+                self._channel.send(self._request(self._log.epoch))
+
+    def _await_flushed(self) -> None:
+        pass
+
+    def _wake_readers(self) -> None:
+        self._waiters.wake_all()
+
+    def _check_alive(self) -> None:
+        super()._check_alive()
+        if self._ended_by is None:
+            try:
+                self._check_book()
+            except (BookClosed, RunnerDied) as error:
+                if self._log.has_next:
+                    return  # what was delivered before comes first
+                self._ended_by = error
+        if self._ended_by is not None:
+            raise self._ended_by
+
+    def _check_book(self) -> None:
+        """Raises where the book has ended."""
+        if not self._address.owner_lives:
+            raise RunnerDied(f"process {self._address.pid}, whose book this is, has ended")
+        if not (self._folder / book_address.FILE_NAME).exists():
+            raise BookClosed(f"process {self._address.pid} has closed the book")
+
+    # Ends
+
+    def close(self) -> None:
+        """Idempotent. What was read stays readable."""
+        self._is_closed = True
+        self._waiters.forget_all()
+        self._channel.send(wire.Unsubscribe()) if self._runner >= 0 else None
+        self._channel.close()
+        self._segment.close()
+        if self._runner >= 0:
+            os.close(self._runner)
+            self._runner = -1
+
+    async def aclose(self) -> None:
+        """`close` for an event loop."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
