@@ -66,7 +66,7 @@ class SidecarBook(Book):
         self._wake_at_step.store_release(NO_WAKE)
         self._num_restarts_word = OwnWord(runner_words, RunnerWord.NUM_RESTARTS)
         self._sidecar_pid_word = OwnWord(runner_words, RunnerWord.SIDECAR_PID)
-        self._sidecar_pid_word.store_release(process.pid)
+        self._sidecar_pid_word.store_release(process.pid or 0)
         self._wake_at_outputs = OwnWord(runner_words, RunnerWord.WAKE_AT_OUTPUTS)
         self._wake_at_outputs.store_release(NO_WAKE)
         memory = self._segment.readable()
@@ -234,7 +234,7 @@ class SidecarBook(Book):
         if self._supervisor.adopt(link):
             self._channel, self._process = link
             self._num_restarts_word.store_release(self._supervisor.num_restarts)
-            self._sidecar_pid_word.store_release(self._process.pid)
+            self._sidecar_pid_word.store_release(self._process.pid or 0)
             self._let_go_of_retired()
             self._waiters.wake_all()
 

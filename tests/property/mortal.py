@@ -352,4 +352,5 @@ def small_logs(outputs_bytes: int, overflow_bytes: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "MIN_OUTPUTS_LOG_BYTES", outputs_bytes)
         patch.setattr(layout, "OVERFLOW_LOG_BYTES", overflow_bytes)
+        patch.setattr(layout, "BROADCAST_LOG_BYTES", 1 << 18)
         yield

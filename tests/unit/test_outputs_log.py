@@ -25,6 +25,7 @@ Delivery = tuple[int, int, list[int]]  # number, step, block
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "MIN_OUTPUTS_LOG_BYTES", NUM_LINES * layout.LINE_BYTES)
     monkeypatch.setattr(layout, "OVERFLOW_LOG_BYTES", NUM_LINES * layout.LINE_BYTES)
+    monkeypatch.setattr(layout, "BROADCAST_LOG_BYTES", 4 * NUM_LINES * layout.LINE_BYTES)
     jit.compile_all()
 
 
@@ -43,8 +44,7 @@ def write(log: OutputsLogWriter, which: LogWriter, columns: OutputColumns, step:
     if which.room(lines_of(size)) < size:
         return False
     which.block(size)[:] = columns.block
-    log.number += 1
-    which.publish(log.number, step, columns)
+    log.publish(which, step, columns)
     return True
 
 
@@ -61,7 +61,7 @@ class LogMachine(RuleBasedStateMachine):
         self.unread: deque[Delivery] = deque()
         self.since: list[Delivery] = []  # written behind the last checkpoint
         self.dropped: list[int] = []
-        self.checkpoint = (0, 0, 0, 0)
+        self.checkpoint = (0, 0, 0, 0, 0)
         self.count = 0
 
     @rule(num_ids=st.integers(0, 200), is_overflow=st.booleans())
@@ -88,14 +88,16 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.dropped) < 500)
     @rule(request_no=st.integers(0, 50))
     def drop(self, request_no: int) -> None:
-        self.writer.note_drop(request_no)
+        self.writer.drop(request_no, self.count, columns_of(0, request_no))
         self.dropped.append(request_no)
 
     @rule()
     def write_checkpoint(self) -> None:
         writer = self.writer
         number = self.checkpoint[0] + 1
-        self.checkpoint = (number, writer.outputs.written, writer.overflow.written, writer.number)
+        self.checkpoint = (
+            number, writer.outputs.written, writer.overflow.written, writer.number, writer.broadcast.written
+        )  # fmt: skip
         writer.checkpointed(number)
         self.since.clear()
         self.dropped.clear()

@@ -136,6 +136,7 @@ def duty_cycle(log: list[str], **parts: Any) -> DutyCycle:
     cycle._log = SimpleNamespace(overflow=Recorder("overflow", []))  # type: ignore[assignment]
     cycle._is_sleeping = Recorder("is_sleeping", log)  # type: ignore[assignment]
     cycle._channel = Recorder("channel", log, wait_command=True)  # type: ignore[assignment]
+    cycle._subscribers = Recorder("subscribers", [])  # type: ignore[assignment]
     for name, part in parts.items():
         setattr(cycle, name, part)
     return cycle

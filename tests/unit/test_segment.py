@@ -42,7 +42,7 @@ def test_a_new_segment_is_zero_but_for_its_owner_page(segment: Segment) -> None:
     memory = segment.readable()
     assert len(memory) == LAYOUT.total_bytes == os.fstat(segment.descriptor).st_size
     owner = LAYOUT.owner.view(memory)[: len(Owner)].tolist()
-    assert owner == [MAGIC, LAYOUT_VERSION, 8, 100_000, 2, 2, LAYOUT.total_bytes, os.getpid()]
+    assert owner == [MAGIC, LAYOUT_VERSION, 8, 100_000, 2, 2, LAYOUT.total_bytes, os.getpid(), segment.book_no]
     assert not np.frombuffer(memory, np.uint8, offset=8 * len(Owner), count=LAYOUT.table_offset - 8 * len(Owner)).any()
 
 

@@ -37,6 +37,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
         st.builds(
             wire.RestoredRow,
             INT64,
+            st.text(max_size=5),
             st.lists(INT64, max_size=5),
             st.lists(st.text(max_size=5), max_size=3),
             st.booleans(),
