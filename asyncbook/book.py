@@ -68,6 +68,7 @@ class Book(ABC):
         self._submit_histogram = [0] * NUM_HISTOGRAM_BUCKETS
         self._max_in_flight = config.max_in_flight
         self._max_width = 1 + config.num_spec_tokens
+        self._max_logprobs_width = 0 if config.max_logprobs is None else 1 + config.max_logprobs
         self._submitted_step = 0
         self._known_applied_step = 0
         self._seq = 0
@@ -164,10 +165,11 @@ class Book(ABC):
             [int(token_id) for token_id in params.eos_token_ids],
             [int(token_id) for token_id in params.stop_token_ids],
             bool(params.ignore_eos),
+            params.logprobs_width,
         )
         self._post(message)
         self._names.add(request_id)
-        self._rows.admit(row, request_id, request.prompt_token_ids.size)
+        self._rows.admit(row, request_id, request.prompt_token_ids.size, params.logprobs_width)
         return row
 
     def abort(self, row: Row) -> None:
@@ -228,12 +230,11 @@ class Book(ABC):
         """Hands over what a step sampled and returns its number. Never blocks.
 
         `sampled_token_ids`: int32 or int64, [n] or [n, 1 to 1 + num_spec_tokens], numpy or torch; -1 pads.
-        `draft_token_ids`: the next step's drafts, [n] or [n, 1 to num_spec_tokens]. Both may be overwritten as soon as
-        this returns. Raises `InvalidBatch`; `InFlightFull` when `max_in_flight` steps are not yet applied.
+        `logprobs`: an `asyncbook.Logprobs`, or what has its attributes. `draft_token_ids`: the next step's drafts, [n]
+        or [n, 1 to num_spec_tokens]. All of them may be overwritten as soon as this returns. Raises `InvalidBatch`;
+        `InFlightFull` when `max_in_flight` steps are not yet applied.
         """
         start_ns = monotonic_ns()
-        if logprobs is not None:
-            raise NotImplementedError("logprobs are not part of this version of asyncbook yet")
         step = self._submitted_step + 1
         if step - self._known_applied_step > self._max_in_flight and step - self.applied_step > self._max_in_flight:
             self._check_alive()
@@ -243,27 +244,31 @@ class Book(ABC):
             )
         if draft_token_ids is not None and self.config.num_spec_tokens == 0:
             raise InvalidBatch("draft_token_ids came, but the book was made with num_spec_tokens=0")
+        if logprobs is not None and self._max_logprobs_width == 0:
+            raise InvalidBatch("logprobs came, but the book was made with max_logprobs=None")
         if batch.registry is not self._rows:
             raise InvalidBatch("the batch is another book's, expected one that this book's batch() made")
         n = len(batch.rows)
         if type(sampled_token_ids) is not np.ndarray:
             sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
         try:
-            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids)
+            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
         except NotAsTheyAre:
             # This says what is wrong with the ids, or mends it.
             sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
             if draft_token_ids is not None:
                 draft_token_ids = check_ids("draft_token_ids", draft_token_ids, n, self._max_width - 1)
-            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids)
+            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
         self._submitted_step = step
         self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
         return step
 
     @abstractmethod
-    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
-        """Takes a step on its way, or raises with nothing done: `NotAsTheyAre` for ids that the kernels do not take.
-        The arrays may change once this returns."""
+    def _send_step(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
+        """Takes a step on its way, or raises with nothing done: `NotAsTheyAre` for ids that the kernels do not take,
+        `InvalidBatch` for logprobs that are wrong. The arrays may change once this returns."""
 
     def _known_slot(self, batch: Batch) -> int:
         """The batch's slot, described to the bookkeeper if it has to be."""

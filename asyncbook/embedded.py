@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from asyncbook.config import BookConfig
 from asyncbook.ipc import jit, wire
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.segment import Segment
+from asyncbook.logprobs import LogprobsArea
 from asyncbook.outputs import StepOutputs
 from asyncbook.staging import StagingArea
 from asyncbook.worker.bookkeeper import Bookkeeper
@@ -64,15 +66,23 @@ class EmbeddedBook(Book):
         jit.announce_compilation()
         jit.compile_all()
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
+        self._logprobs_area = LogprobsArea(np.zeros(self._layout.ring_logprobs.shape[1], np.int32))
         self._queue = OutputQueue()
         self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self._queue)
 
-    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+    def _send_step(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
         width, draft_width = self._area.put(n, sampled, drafts)
+        logprobs_width = 0
+        if logprobs is not None:
+            logprobs_width, _ = self._logprobs_area.put(logprobs, batch, width, self._max_logprobs_width)
         slot = self._known_slot(batch)
         seq = self._next_seq()
         area = self._area
-        self._bookkeeper.apply_step(seq, step, slot, area.sampled, width, area.drafts, draft_width)
+        self._bookkeeper.apply_step(
+            seq, step, slot, area.sampled, width, area.drafts, draft_width, self._logprobs_area.entries, logprobs_width
+        )  # fmt: skip
         self._seq = seq
         self._bookkeeper.flush()
 

@@ -10,15 +10,19 @@ import numpy as np
 
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.layout import FinishReason
+from asyncbook.output_logprobs import OutputLogprobs, TokenLogprobs
 
 
 class RequestDelta(NamedTuple):
-    """One request's share of a `StepOutputs`."""
+    """One request's share of a `StepOutputs`. `logprobs`: for each id, those that the request asked for; None without.
+    `cumulative_logprob`: of all ids so far, these included; None without."""
 
     request_id: str
     token_ids: np.ndarray
     finish_reason: FinishReason
     stop_reason: int | None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +40,7 @@ class StepOutputs:
     token_ids: np.ndarray
     finish_reasons: np.ndarray
     stop_reasons: np.ndarray
-    logprobs: Any = None
+    logprobs: OutputLogprobs | None = None
     texts: Any = None
 
     def __len__(self) -> int:
@@ -47,11 +51,14 @@ class StepOutputs:
         ends = self.offsets.tolist()
         for i, request_id in enumerate(self.request_ids):
             stop_reason = int(self.stop_reasons[i])
+            logprobs = self.logprobs
             yield RequestDelta(
                 request_id,
                 self.token_ids[ends[i] : ends[i + 1]],
                 FinishReason(int(self.finish_reasons[i])),
                 None if stop_reason == -1 else stop_reason,
+                None if logprobs is None else logprobs.of(i),
+                None if logprobs is None else logprobs.cumulative_of(i),
             )
 
 
@@ -90,4 +97,5 @@ class RequestNames:
             columns.token_ids,
             finish_reasons,
             columns.stop_reasons,
+            None if columns.logprobs is None else OutputLogprobs.of_columns(columns.offsets, columns.logprobs),
         )

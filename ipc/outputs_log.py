@@ -1,10 +1,10 @@
 """The outputs, on their way from the bookkeeper to their reader: two logs of records in the shared segment.
 
-A record is a header of one line (`layout.RecordWord`) and the columns of a delivery (`ipc/columns.py`). A log is a ring
-of lines with one writer and one reader. Positions count lines and only grow; a record does not wrap, so the rest of the
-ring's end is filled with a padding record where it is too small. `*_WRITTEN` is release-stored after the record, so
-who reads it sees the record whole; `*_READ` is release-stored after the record was copied, so nothing is overwritten
-unread.
+A record is a header of one line (`layout.RecordWord`), the columns of a delivery (`ipc/columns.py`) and, where it has
+logprobs, their section behind these (`ipc/logprobs.py`). A log is a ring of lines with one writer and one reader.
+Positions count lines and only grow; a record does not wrap, so the rest of the ring's end is filled with a padding
+record where it is too small. `*_WRITTEN` is release-stored after the record, so who reads it sees the record whole;
+`*_READ` is release-stored after the record was copied, so nothing is overwritten unread.
 
 There are two because not everything can wait. What a row still holds waits there while the outputs log is full: the
 reader gets a bigger piece later. What a row loses, because its request was aborted or the row released, goes to the
@@ -23,6 +23,7 @@ import numpy as np
 
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.layout import LINE_BYTES, PADDING_RECORD, Layout, RecordWord, Region, RunnerWord, Word
+from asyncbook.ipc.logprobs import LogprobColumns, section_start
 from asyncbook.ipc.publish import OwnWord
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import give_back
@@ -39,9 +40,14 @@ class Record(NamedTuple):
     columns: OutputColumns
 
 
-def lines_of(block_size: int) -> int:
+def size_of(block_size: int, logprobs_size: int = 0) -> int:
+    """int32 values behind a record's header: its columns, and the section of logprobs, if there is one."""
+    return section_start(block_size) + logprobs_size if logprobs_size else block_size
+
+
+def lines_of(size: int) -> int:
     """Lines of a record with so many int32 values behind its header."""
-    return 1 + -(-block_size // INT32_PER_LINE)
+    return 1 + -(-size // INT32_PER_LINE)
 
 
 class _Ring:
@@ -63,9 +69,9 @@ class _Ring:
         return self.values[start : start + size]
 
     def records(self, start: int, end: int) -> Iterator[tuple[int, Record | None]]:
-        """(position behind it, record) of everything from `start` to `end`, None for padding."""
+        """(position behind it, record without its logprobs) of everything from `start` to `end`, None for padding."""
         while start < end:
-            number, num_lines, step, n, size = self.header(start)
+            number, num_lines, step, n, size, _ = self.header(start)
             record = None if n == PADDING_RECORD else Record(number, step, OutputColumns(n, self.block(start, size)))
             start += num_lines
             yield start, record
@@ -100,10 +106,12 @@ class LogWriter:
         """int32 [size], at most what `room` said: where the next record's columns go."""
         return self._ring.block(self.written, size)
 
-    def publish(self, number: int, step: int, n: int, size: int) -> None:
-        """The record of n requests whose columns are in the first `size` values of `block`."""
-        num_lines = lines_of(size)
-        self._ring.headers[self.written % self._ring.num_lines, :_NUM_HEADER_WORDS] = number, num_lines, step, n, size
+    def publish(self, number: int, step: int, n: int, size: int, logprobs_size: int = 0) -> None:
+        """The record of n requests whose columns are in the first `size` values of `block`, and their logprobs in the
+        section behind these, if that has a size."""
+        num_lines = lines_of(size_of(size, logprobs_size))
+        header = self._ring.headers[self.written % self._ring.num_lines]
+        header[:_NUM_HEADER_WORDS] = number, num_lines, step, n, size, logprobs_size
         self.written += num_lines
         # Header and columns are written; with this store, and not before, the reader looks at them.
         self._written_word.store_release(self.written)
@@ -161,6 +169,7 @@ class OutputsLogReader:
             OwnWord(runner_words, RunnerWord.OVERFLOW_READ),
         ]
         self._positions = [0, 0]
+        self._has_logprobs = layout.has_logprobs
         self.number = 0  # of the last record that was taken
 
     def take(self) -> Record | None:
@@ -170,13 +179,16 @@ class OutputsLogReader:
             return None
         _, which, position = min(heads)
         ring = self._rings[which]
-        number, num_lines, step, n, size = ring.header(position)
-        block = ring.block(position, size).copy()
+        number, num_lines, step, n, size, logprobs_size = ring.header(position)
+        block = ring.block(position, size_of(size, logprobs_size)).copy()
         self.number = number
         self._positions[which] = position + num_lines
         # The columns are copied: from this store on the writer may overwrite them.
         self._read[which].store_release(position + num_lines)
-        return Record(number, step, OutputColumns(n, block))
+        columns = OutputColumns(n, block[:size])
+        if self._has_logprobs:
+            columns.logprobs = LogprobColumns.behind(block, n, size, columns.token_ids.size, logprobs_size)
+        return Record(number, step, columns)
 
     def _heads(self) -> list[tuple[int, int, int]]:
         """(number, log, position) of the first record of each log that has one. The outputs log is looked at first: a
@@ -185,7 +197,7 @@ class OutputsLogReader:
         for which in (0, 1):
             position, written = self._positions[which], self._written[which].load_acquire()
             while position < written:
-                number, num_lines, _, n, _ = self._rings[which].header(position)
+                number, num_lines, _, n, _, _ = self._rings[which].header(position)
                 if n != PADDING_RECORD:
                     heads.append((number, which, position))
                     break

@@ -15,6 +15,7 @@ from asyncbook.ipc.publish import fence, load_acquire, store_release
 _DESCRIBED, _ARRIVED = int(SlotWord.DESCRIBED), int(SlotWord.ARRIVED)
 _MESSAGE_SEQ, _BATCH_SLOT = int(SlotWord.MESSAGE_SEQ), int(SlotWord.BATCH_SLOT)
 _WIDTH, _DRAFT_WIDTH = int(SlotWord.WIDTH), int(SlotWord.DRAFT_WIDTH)
+_LOGPROBS_WIDTH = int(SlotWord.LOGPROBS_WIDTH)
 _WORD_BYTES = 8
 
 _INT = types.int64
@@ -41,11 +42,11 @@ def stage(ids, num_rows, max_width, target):
     return _copy(ids, num_rows, max_width, target)
 
 
-@kernel(*((ids, _INT, _INT, _TARGET, types.int64[::1], _INT, _INT, _INT, _INT, _INT, _INT) for ids in _IDS))
+@kernel(*((ids, _INT, _INT, _TARGET, types.int64[::1], *(_INT,) * 7) for ids in _IDS))
 def fill_slot(ids, num_rows, max_width, target, header, header_address, is_sleeping_address, step, seq, batch_slot,
-              draft_width):  # fmt: skip
+              draft_width, logprobs_width):  # fmt: skip
     """Fills a slot of the sample ring and publishes it. Returns -1 where the bookkeeper sleeps, else the width,
-    `WRONG_SHAPE` with nothing published. The drafts are in the slot already."""
+    `WRONG_SHAPE` with nothing published. The drafts and logprobs are in the slot already."""
     width = _copy(ids, num_rows, max_width, target)
     if width == WRONG_SHAPE:
         return WRONG_SHAPE
@@ -55,6 +56,7 @@ def fill_slot(ids, num_rows, max_width, target, header, header_address, is_sleep
     header[_BATCH_SLOT] = batch_slot
     header[_WIDTH] = width
     header[_DRAFT_WIDTH] = draft_width
+    header[_LOGPROBS_WIDTH] = logprobs_width
     store_release(header_address + _WORD_BYTES * _DESCRIBED, step)
     # The step is stored, then the sleeper is looked for; the bookkeeper says that it sleeps, then looks for a step.
     # With a fence between the two on both sides, at least one of them sees the other: no step is slept over.

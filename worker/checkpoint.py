@@ -78,6 +78,8 @@ class Checkpoints:
         for record in sorted(records, key=lambda record: record.number):
             self._count_delivered(record, rows_by_request)
             log.number = record.number
+        if self._ledger.logprobs is not None:
+            self._ledger.logprobs.derive_cumulative()
         log.outputs.keep_from(outputs_from)
         log.overflow.keep_from(overflow_from)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from asyncbook.ipc.outputs_log import LogWriter, OutputsLogWriter, lines_of
+from asyncbook.ipc.logprobs import section_start
+from asyncbook.ipc.outputs_log import LogWriter, OutputsLogWriter, lines_of, size_of
 from asyncbook.worker.outbox import Departed, Outbox
 
 
@@ -22,21 +23,23 @@ class LogDelivery:
             room = log.room(self._log.min_lines)
             if room == 0:
                 return False
-            n, size = outbox.take_pending(log.block(room))
-            self._publish(log, step, n, size)
+            self._publish(log, step, *outbox.take_pending(log.block(room)))
         return True
 
     def _write_departed(self, departed: Departed, step: int) -> bool:
         """Now or never: nobody keeps it."""
         columns = departed.columns()
-        size = columns.block.size
+        size, section = columns.block.size, departed.section
+        whole = size_of(size, section.size)
         for log in (self._log.outputs, self._log.overflow):
-            if log.room(lines_of(size)) >= size:
-                log.block(size)[:] = columns.block
-                self._publish(log, step, columns.n, size)
+            if log.room(lines_of(whole)) >= whole:
+                block = log.block(whole)
+                block[:size] = columns.block
+                block[section_start(size) :] = section
+                self._publish(log, step, columns.n, size, section.size)
                 return True
         return False
 
-    def _publish(self, log: LogWriter, step: int, n: int, size: int) -> None:
+    def _publish(self, log: LogWriter, step: int, n: int, size: int, logprobs_size: int) -> None:
         self._log.number += 1
-        log.publish(self._log.number, step, n, size)
+        log.publish(self._log.number, step, n, size, logprobs_size)

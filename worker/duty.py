@@ -153,8 +153,10 @@ class DutyCycle:
         step = self._ledger.step + 1
         if not self._ring.has_arrived(step):
             return False
-        seq, batch_slot, sampled, width, drafts, draft_width = self._ring.read(step)
-        self._bookkeeper.apply_step(seq, step, batch_slot, sampled, width, drafts, draft_width)
+        seq, batch_slot, sampled, width, drafts, draft_width, entries, logprobs_width = self._ring.read(step)
+        self._bookkeeper.apply_step(
+            seq, step, batch_slot, sampled, width, drafts, draft_width, entries, logprobs_width
+        )  # fmt: skip
         self._after_step()
         return True
 

@@ -2,8 +2,8 @@
 take them, so a slow reader gets bigger pieces, and what waits for it is bounded by the book.
 
 Only the last piece of a request that was aborted, or whose row was released, does not wait in the row. It is kept here,
-at most `MAX_DEPARTED_TOKEN_IDS` ids and `MAX_DEPARTED_REQUESTS` requests; beyond that the oldest are dropped whole and
-counted. (A sidecar does not keep them: they go to the overflow log at once.)
+at most `MAX_DEPARTED_TOKEN_IDS` ids, logprobs counted as such, and `MAX_DEPARTED_REQUESTS` requests; beyond that the
+oldest are dropped whole and counted. (A sidecar does not keep them: they go to the overflow log at once.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 
 from asyncbook.ipc.columns import OutputColumns, block_size
 from asyncbook.ipc.layout import NUM_CHECKPOINTS, Field
+from asyncbook.ipc.logprobs import LogprobColumns
 from asyncbook.worker import kernels, rules
+from asyncbook.worker.logprobs import NO_ENTRIES, LogprobTable
 
 MAX_DEPARTED_TOKEN_IDS = 1 << 24
 MAX_DEPARTED_REQUESTS = 1 << 20
@@ -30,6 +32,17 @@ class Departed(NamedTuple):
     token_ids: np.ndarray
     finish_reason: int
     stop_reason: int
+    logprobs: LogprobColumns | None
+
+    @property
+    def section(self) -> np.ndarray:
+        """int32: the section of the logprobs, empty where the request wants none."""
+        return NO_ENTRIES if self.logprobs is None or not self.logprobs.widths[0] else self.logprobs.section
+
+    @property
+    def size(self) -> int:
+        """Ids, and int32 values of logprobs."""
+        return self.token_ids.size + self.section.size
 
     def columns(self) -> OutputColumns:
         """A delivery of this alone."""
@@ -39,14 +52,19 @@ class Departed(NamedTuple):
             np.array([self.stop_reason]),
             np.array([self.token_ids.size]),
             self.token_ids,
+            self.logprobs,
         )
 
 
 class Outbox:
     """Rows with something to deliver (`lists[PENDING]`), and what departed requests left behind."""
 
-    def __init__(self, work: np.ndarray, token_ids: np.ndarray, lists: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self, work: np.ndarray, token_ids: np.ndarray, lists: np.ndarray, lengths: np.ndarray,
+        logprobs: LogprobTable | None,
+    ) -> None:  # fmt: skip
         self._work, self._token_ids, self._lists, self._lengths = work, token_ids, lists, lengths
+        self._logprobs = logprobs
         self._departed: deque[Departed] = deque()
         self._num_departed_token_ids = 0
         self.num_dropped_requests = 0
@@ -66,9 +84,15 @@ class Outbox:
     def take_all(self) -> OutputColumns:
         """All that is to be delivered, departed requests first. It counts as delivered from here on."""
         num_pending = int(self._lengths[rules.PENDING])
-        num_token_ids = kernels.count_pending_ids(self._work, self._lists, self._lengths)
-        block = np.empty(block_size(num_pending, num_token_ids), np.int32)
-        columns = OutputColumns(self.take_pending(block)[0], block)
+        if self._logprobs is None:
+            size = block_size(num_pending, kernels.count_pending_ids(self._work, self._lists, self._lengths))
+        else:
+            size = self._logprobs.size_of_all(self._lists[rules.PENDING], num_pending)
+        block = np.empty(size, np.int32)
+        n, ids_size, logprobs_size = self.take_pending(block)
+        columns = OutputColumns(n, block[:ids_size])
+        if self._logprobs is not None:
+            columns.logprobs = LogprobColumns.behind(block, n, ids_size, columns.token_ids.size, logprobs_size)
         if not self._departed:
             return columns
         pieces = [departed.columns() for departed in self._departed]
@@ -76,17 +100,23 @@ class Outbox:
         self._num_departed_token_ids = 0
         return OutputColumns.joined([*pieces, columns])
 
-    def take_pending(self, block: np.ndarray) -> tuple[int, int]:
-        """What rows have to deliver, as much as `block` has room for: (requests, values of the block in use)."""
+    def take_pending(self, block: np.ndarray) -> tuple[int, int, int]:
+        """What rows have to deliver, as much as `block` has room for: (requests, values of the block in use for their
+        columns, and for the section of logprobs behind these)."""
+        logprobs_size = 0
+        if self._logprobs is not None:
+            pending, num_pending = self._lists[rules.PENDING], int(self._lengths[rules.PENDING])
+            ids_size, logprobs_size = self._logprobs.take(pending, num_pending, block)
+            block = block[:ids_size]
         n, num_token_ids = kernels.take_pending(self._work, self._token_ids, self._lists, self._lengths, block)
-        return n, block_size(n, num_token_ids)
+        return n, block_size(n, num_token_ids), logprobs_size
 
     def take_departed(self) -> Departed | None:
         """The oldest piece of a departed request."""
         if not self._departed:
             return None
         departed = self._departed.popleft()
-        self._num_departed_token_ids -= departed.token_ids.size
+        self._num_departed_token_ids -= departed.size
         return departed
 
     def skip_delivered_end(self, row: int) -> None:
@@ -110,10 +140,10 @@ class Outbox:
         token_ids = self._token_ids[row, first : work[Field.NUM_TOKENS_NO_SPEC, row]].copy()
         if work[_NUM_OUTPUT_TOKENS, row] - work[_NUM_DELIVERED, row] > token_ids.size:  # one is in a column only
             token_ids = np.append(token_ids, work[Field.LAST_TOKEN_ID, row])
+        logprobs = None if self._logprobs is None else self._logprobs.take_row(row)
         work[_NUM_DELIVERED, row] = work[_NUM_OUTPUT_TOKENS, row]
-        self._keep(
-            Departed(request_no, token_ids, int(work[Field.FINISH_REASON, row]), int(work[Field.STOP_REASON, row]))
-        )
+        finish_reason, stop_reason = int(work[Field.FINISH_REASON, row]), int(work[Field.STOP_REASON, row])
+        self._keep(Departed(request_no, token_ids, finish_reason, stop_reason, logprobs))
 
     def remove(self, row: int) -> None:
         """The row has nothing to deliver any more."""
@@ -126,7 +156,7 @@ class Outbox:
 
     def _keep(self, departed: Departed) -> None:
         self._departed.append(departed)
-        self._num_departed_token_ids += departed.token_ids.size
+        self._num_departed_token_ids += departed.size
         while self._num_departed_token_ids > MAX_DEPARTED_TOKEN_IDS or len(self._departed) > MAX_DEPARTED_REQUESTS:
             self.take_departed()
             self.num_dropped_requests += 1

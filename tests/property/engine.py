@@ -240,7 +240,7 @@ class LaggingEngine:
         """Takes what was delivered. A request that ended gives its row back, sooner or later."""
         self.pace.wake()
         for outputs in self.book.poll_outputs():
-            for request_id, token_ids, finish_reason, _ in outputs:
+            for request_id, token_ids, finish_reason, *_ in outputs:
                 request = self.requests[int(request_id.removeprefix("request-"))]
                 assert request.finish_reason is FinishReason.NONE, f"{request_id} goes on after its end"
                 request.delivered += token_ids.tolist()

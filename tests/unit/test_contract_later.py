@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import asyncbook
@@ -13,13 +12,12 @@ from asyncbook import Book
 from tests.conftest import MakeBook, refused, step
 
 CALLS: dict[str, Callable[[Book], Any]] = {
-    "logprobs": lambda book: book.submit(book.batch([]), np.zeros(0, np.int32), logprobs=np.zeros((0, 1), np.float32)),
     "stream": lambda book: book.stream("a"),
     "address": lambda book: book.address,
     "to_device": lambda book: book.frame().to_device(),
     "torch": lambda book: book.frame().torch,
 }
-OPTIONS: dict[str, Any] = {"max_logprobs": 5, "tokenizer": "tokenizer.json", "device": "cuda:0"}
+OPTIONS: dict[str, Any] = {"tokenizer": "tokenizer.json", "device": "cuda:0"}
 
 
 @pytest.mark.parametrize("name", CALLS)
