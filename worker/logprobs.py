@@ -59,7 +59,8 @@ class LogprobTable:
     def size_of_all(self, rows: np.ndarray, num_rows: int) -> int:
         """Values of a block that takes all that the rows have to deliver."""
         n, num_ids, num_values = kernels.fit_logprobs(self._work, rows, num_rows, ALL)
-        return section_start(block_size(n, num_ids)) + section_size(n, num_ids, max(num_values, 0))
+        # `fit_logprobs` counts one value between block and section, whether it is needed or not.
+        return block_size(n, num_ids) + 1 + section_size(n, num_ids, max(num_values, 0))
 
     def take_row(self, row: int) -> LogprobColumns:
         """What one row is about to deliver."""
