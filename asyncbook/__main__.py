@@ -36,6 +36,7 @@ else:
         "bench",
         {
             "critical-path": "asyncbook.bench.critical_path:critical_path_command",
+            "logprobs": "asyncbook.bench.logprobs:logprobs_command",
             "updates": "asyncbook.bench.updates:updates_command",
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",

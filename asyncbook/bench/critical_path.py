@@ -18,7 +18,7 @@ import click
 import numpy as np
 
 import asyncbook
-from asyncbook import Book, BookConfig, RequestParams
+from asyncbook import Book, BookConfig, Logprobs, RequestParams
 from asyncbook.bench.per_row_loop import PerRowLoop
 
 VOCAB_SIZE = 128_000
@@ -28,6 +28,7 @@ STEPS_PER_ROUND = 25
 WARM_UP_STEPS = 25
 PERCENTS = (50, 90, 99, 100)
 PERCENTILES = ("p50", "p90", "p99", "max")
+WITH_STOPS = RequestParams(eos_token_id=EOS_TOKEN_ID)
 ARMS = ("loop", "embedded", "sidecar zmq", "sidecar ring")
 
 
@@ -60,21 +61,25 @@ class LoopArm:
 class BookArm:
     """A book, embedded or with a sidecar."""
 
-    def __init__(self, book: Book, num_rows: int) -> None:
+    def __init__(self, book: Book, num_rows: int, params: RequestParams = WITH_STOPS) -> None:
         self._book = book
-        params = RequestParams(eos_token_id=EOS_TOKEN_ID)
         prompt = np.arange(NUM_PROMPT_TOKENS)
         self._rows = [book.admit(f"request-{row}", prompt, params) for row in range(num_rows)]
         self._batch = book.batch(self._rows)
         self.num_delivered = 0
 
     def step(self, sampled: np.ndarray, costs: Costs) -> None:
+        logprobs = self._logprobs(sampled)
         start_ns = time.monotonic_ns()
-        step = self._book.submit(self._batch, sampled)
+        step = self._book.submit(self._batch, sampled, logprobs=logprobs)
         costs.runner_ns.append(time.monotonic_ns() - start_ns)
         self._book.wait_applied(step)
         costs.applied_ns.append(self._book.frame(step).published_ns - start_ns)
         self.num_delivered += sum(outputs.token_ids.size for outputs in self._book.poll_outputs())
+
+    def _logprobs(self, sampled: np.ndarray) -> Logprobs | None:
+        """What the sampler gives with a step."""
+        return None
 
     def history(self, row: int) -> np.ndarray:
         return self._book.output_token_ids(self._rows[row])

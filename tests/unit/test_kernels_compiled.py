@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numba.core.errors import NumbaError
 
-from asyncbook.ipc import jit, staging
-from asyncbook.worker import kernels, rules
+from asyncbook.ipc import jit, logprob_staging, staging
+from asyncbook.worker import kernels, logprob_kernels, rules
 
-assert kernels  # imported for its kernels, which register themselves
+assert all((kernels, logprob_kernels, logprob_staging))  # imported for their kernels, which register themselves
 KERNELS = {compiled.py_func.__name__: (compiled, signatures) for compiled, signatures in jit._kernels}
 
 
@@ -33,7 +33,16 @@ def llvm_of(name: str) -> str:
 
 
 def test_these_are_the_kernels() -> None:
-    assert {"apply_step", "end_row", "clear_row", "take_pending", "stage", "fill_slot"} <= set(KERNELS)
+    assert {
+        "apply_step",
+        "end_row",
+        "clear_row",
+        "take_pending",
+        "stage",
+        "fill_slot",
+        "store_logprobs",
+        "stage_logprobs",
+    } <= set(KERNELS)
     assert len(KERNELS) == len(jit._kernels)
 
 
