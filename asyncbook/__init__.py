@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asyncbook.outputs import StepOutputs
     from asyncbook.rows import Row
     from asyncbook.stats import SpecDecodeStats, Stats
+    from asyncbook.streams import RequestOutput
     from asyncbook.worker.scatter import append_spans, assign_spans, scatter_columns
 
 __version__ = "0.1.0"
@@ -66,6 +67,7 @@ _HOMES = {
     "Row": "rows",
     "SpecDecodeStats": "stats",
     "Stats": "stats",
+    "RequestOutput": "streams",
     **dict.fromkeys(
         (
             "AsyncbookError",
@@ -114,6 +116,7 @@ __all__ = [
     "OutputLogprobs",
     "PeerError",
     "PromptTooLong",
+    "RequestOutput",
     "RequestParams",
     "Row",
     "SidecarDied",

@@ -37,6 +37,7 @@ else:
         {
             "critical-path": "asyncbook.bench.critical_path:critical_path_command",
             "logprobs": "asyncbook.bench.logprobs:logprobs_command",
+            "text": "asyncbook.bench.text:text_command",
             "updates": "asyncbook.bench.updates:updates_command",
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",

@@ -58,7 +58,7 @@ def check_request(
         raise InvalidRequest(f"request_id is {request_id!r}, which is no text: {error}") from None
     if not isinstance(params, RequestParams):
         raise InvalidRequest(f"request {request_id!r}: params is {params!r}, expected RequestParams")
-    params.check()
+    params.check(has_tokenizer=config.tokenizer is not None)
     _check_logprobs(request_id, params.logprobs, config.max_logprobs)
     prompt = _token_ids(request_id, "prompt_token_ids", prompt_token_ids, config.vocab_size)
     outputs = _token_ids(request_id, "output_token_ids", output_token_ids, config.vocab_size)

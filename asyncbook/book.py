@@ -7,8 +7,8 @@ changed nothing. Where messages go, and how to wait for them, is left to `Embedd
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +34,8 @@ from asyncbook.ipc.layout import INT32_MAX, NUM_HISTOGRAM_BUCKETS, Counter, RowC
 from asyncbook.ipc.layout import Histogram as HistogramRow
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import Segment
-from asyncbook.outputs import RequestNames, StepOutputs
+from asyncbook.outputs import RequestNames
+from asyncbook.reader import OutputsReader
 from asyncbook.rows import HeldRow, Row, RowRegistry
 from asyncbook.staging import NotAsTheyAre
 from asyncbook.stats import (
@@ -46,10 +47,11 @@ from asyncbook.stats import (
 )
 
 
-class Book(ABC):
+class Book(OutputsReader):
     """A book, used from one thread. Made by `asyncbook.open` or `asyncbook.spawn`."""
 
     def __init__(self, config: BookConfig, segment: Segment) -> None:
+        super().__init__()
         self.config = config
         self._layout = segment.layout
         self._segment = segment
@@ -63,7 +65,7 @@ class Book(ABC):
         self._histograms = self._layout.histograms.view(memory)
         self._published_step = SharedWord(self._layout.words.view(memory), Word.PUBLISHED_STEP)
         self._rows = RowRegistry(config.max_num_reqs)
-        self._names = RequestNames()
+        self._names = RequestNames(has_texts=config.tokenizer is not None)
         self._slots = BatchSlots()
         self._submit_histogram = [0] * NUM_HISTOGRAM_BUCKETS
         self._max_in_flight = config.max_in_flight
@@ -72,7 +74,6 @@ class Book(ABC):
         self._submitted_step = 0
         self._known_applied_step = 0
         self._seq = 0
-        self._is_closed = False
         self._ended_by: PeerError | None = None  # what ended the book, once that is known: later calls fail at once
 
     # Where a book differs from another
@@ -89,14 +90,6 @@ class Book(ABC):
     async def applied(self, step: int) -> None:
         """`wait_applied` for an event loop, which is woken for a step that somebody awaits and for no other."""
 
-    @abstractmethod
-    def poll_outputs(self) -> list[StepOutputs]:
-        """What was delivered since the last call, all outputs of the applied steps among it. Does not wait for more."""
-
-    @abstractmethod
-    def outputs(self) -> AsyncIterator[StepOutputs]:
-        """What is delivered, as it comes, until the book is closed."""
-
     @property
     @abstractmethod
     def sidecar_pid(self) -> int | None:
@@ -105,11 +98,6 @@ class Book(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the book; a sidecar applies what was sent first. Idempotent. Arrays taken before stay readable."""
-
-    def _check_alive(self) -> None:
-        """Raises what ended the book, if something did."""
-        if self._is_closed:
-            raise BookClosed("the book is closed")
 
     # The life of a row
 
@@ -165,11 +153,14 @@ class Book(ABC):
             [int(token_id) for token_id in params.eos_token_ids],
             [int(token_id) for token_id in params.stop_token_ids],
             bool(params.ignore_eos),
+            list(params.stop),
+            bool(params.include_stop_str_in_output),
+            bool(params.skip_special_tokens),
             params.logprobs_width,
         )
         self._post(message)
-        self._names.add(request_id)
-        self._rows.admit(row, request_id, request.prompt_token_ids.size, params.logprobs_width)
+        request_no = self._names.add(request_id, message.stop)
+        self._rows.admit(row, request_id, request_no, request.prompt_token_ids.size, params.logprobs_width)
         return row
 
     def abort(self, row: Row) -> None:
@@ -365,10 +356,6 @@ class Book(ABC):
             return spec_decode_stats(self._counters, Counter, self.config.num_spec_tokens)
         self._committed(row)
         return spec_decode_stats(self._row_counters[row.index], RowCounter, self.config.num_spec_tokens)
-
-    def stream(self, request_id: str) -> Any:
-        """Outputs of one request."""
-        raise NotImplementedError("stream is not part of this version of asyncbook yet")
 
     @property
     def address(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,11 +81,20 @@ class BookConfig:
             raise ValueError(f"start_timeout_s is {self.start_timeout_s!r}, expected more than 0")
 
     def check_supported(self) -> None:
-        """Raises `NotImplementedError` naming what this version does not have yet."""
-        if self.tokenizer is not None:
-            raise _not_yet("tokenizer (text and stop strings)")
+        """Raises `ValueError` or `ImportError` for what is not there on this machine, `NotImplementedError` naming what
+        this version does not have yet."""
+        path = self.tokenizer_path
+        if path is not None and not os.path.isfile(path):
+            raise ValueError(f"tokenizer is {path!r}, expected the path of a tokenizer.json")
+        if path is not None and importlib.util.find_spec("tokenizers") is None:
+            raise ImportError('a book with a tokenizer needs the tokenizers library: pip install "asyncbook[text]"')
         if self.device is not None:
             raise _not_yet("device (pinned frames)")
+
+    @property
+    def tokenizer_path(self) -> str | None:
+        """Absolute: the sidecar may work elsewhere."""
+        return None if self.tokenizer is None else os.path.abspath(os.fspath(self.tokenizer))
 
     @property
     def layout(self) -> Layout:
@@ -97,8 +107,9 @@ class BookConfig:
 class RequestParams:
     """What ends a request and what it reports. Names and meaning are vLLM's; `eos_token_id` is one id or several.
 
-    `max_tokens` and `min_tokens` count outputs; `ignore_eos` ignores `eos_token_id` and nothing else. `logprobs`: how
-    many of the top ids' to report with the sampled id's; 0: only that; None: none.
+    `max_tokens` and `min_tokens` count outputs; `ignore_eos` ignores `eos_token_id` and nothing else. `stop`: strings
+    that end the request, which need a book with a tokenizer. `logprobs`: how many of the top ids' to report with the
+    sampled id's; 0: only that; None: none.
     """
 
     max_tokens: int | None = None
@@ -109,8 +120,9 @@ class RequestParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    skip_special_tokens: bool = True
 
-    def check(self) -> None:
+    def check(self, *, has_tokenizer: bool) -> None:
         """Raises `InvalidRequest` naming the field, what was expected and what came. `Book.admit` calls it."""
         if self.max_tokens is not None:
             _check_count("max_tokens", self.max_tokens, 1)
@@ -121,8 +133,9 @@ class RequestParams:
         _check_ids("stop_token_ids", self.stop_token_ids)
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the string {self.stop!r}, expected a sequence of strings")
-        if self.stop:
-            raise InvalidRequest("stop strings need a book with tokenizer=, this version has none")
+        _check_strings("stop", self.stop)
+        if self.stop and not has_tokenizer:
+            raise InvalidRequest(f"stop is {self.stop!r}, which needs a book with tokenizer=")
         if self.logprobs is not None:
             _check_count("logprobs", self.logprobs, 0)
 
@@ -154,6 +167,20 @@ def _check_ids(name: str, ids: object) -> None:
     for token_id in token_ids:
         if not is_int(token_id) or not 0 <= token_id <= INT32_MAX:
             raise InvalidRequest(f"{name} holds {token_id!r}, expected ids from 0 to {INT32_MAX}")
+
+
+def _check_strings(name: str, strings: object) -> None:
+    try:
+        texts = list(strings)  # type: ignore[call-overload]
+    except TypeError:
+        raise InvalidRequest(f"{name} is {strings!r}, expected a sequence of strings") from None
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"{name} holds {text!r}, expected strings of at least one character")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{name} holds {text!r}, which is no text: {error}") from None
 
 
 def _check_count(name: str, value: object, least: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -29,32 +28,35 @@ class OutputQueue:
 
     def __init__(self) -> None:
         self._queue: deque[tuple[int, OutputColumns]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: set[asyncio.Future[None]] = set()
 
     def take_from(self, outbox: Outbox, step: int) -> bool:
         """Queues what is new as of a step, unless the queue is full."""
         if len(self._queue) >= MAX_QUEUED_OUTPUTS:
             return False
         self._queue.append((step, outbox.take_all()))
-        self.wake_reader()
+        self.wake_readers()
         return True
 
-    def take(self) -> list[tuple[int, OutputColumns]]:
-        """All that is queued."""
-        taken = list(self._queue)
-        self._queue.clear()
-        return taken
+    def take(self) -> tuple[int, OutputColumns] | None:
+        """The oldest entry."""
+        return self._queue.popleft() if self._queue else None
 
     async def wait(self) -> None:
-        """Until something is queued, or `wake_reader`."""
+        """Until something is queued, or `wake_readers`."""
         if not self._queue:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
 
-    def wake_reader(self) -> None:
-        """Ends a `wait`."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def wake_readers(self) -> None:
+        """Ends every `wait`."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
 
 class EmbeddedBook(Book):
@@ -63,12 +65,19 @@ class EmbeddedBook(Book):
     def __init__(self, config: BookConfig) -> None:
         config.check_supported()
         super().__init__(config, Segment.create(config.layout))
+        text_rows = None
+        if config.tokenizer_path is not None:
+            from asyncbook.worker.text import TextRows
         jit.announce_compilation()
         jit.compile_all()
+        if config.tokenizer_path is not None:
+            text_rows = TextRows(config.tokenizer_path, config.max_num_reqs)
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
         self._logprobs_area = LogprobsArea(np.zeros(self._layout.ring_logprobs.shape[1], np.int32))
         self._queue = OutputQueue()
-        self._bookkeeper = Bookkeeper(self._layout, self._segment.writable(), config.vocab_size, self._queue)
+        self._bookkeeper = Bookkeeper(
+            self._layout, self._segment.writable(), config.vocab_size, self._queue, text_rows=text_rows
+        )
 
     def _send_step(
         self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
@@ -96,19 +105,20 @@ class EmbeddedBook(Book):
     async def applied(self, step: int) -> None:
         self._check_submitted(step)
 
-    def poll_outputs(self) -> list[StepOutputs]:
+    def _take_outputs(self) -> StepOutputs | None:
         taken = self._queue.take()
-        if not self._is_closed and self._bookkeeper.flush():
-            taken += self._queue.take()  # what the full queue had no room for
-        return [self._names.step_outputs(step, columns) for step, columns in taken]
+        if taken is None and not self._is_closed and self._bookkeeper.flush():
+            taken = self._queue.take()  # what the full queue had no room for
+        return None if taken is None else self._names.step_outputs(*taken)
 
-    async def outputs(self) -> AsyncIterator[StepOutputs]:
-        while True:
-            for step_outputs in self.poll_outputs():
-                yield step_outputs
-            if self._is_closed:
-                return
-            await self._queue.wait()
+    def _await_flushed(self) -> None:
+        pass
+
+    async def _await_outputs(self) -> None:
+        await self._queue.wait()
+
+    def _wake_readers(self) -> None:
+        self._queue.wake_readers()
 
     @property
     def sidecar_pid(self) -> None:
@@ -118,4 +128,4 @@ class EmbeddedBook(Book):
         if not self._is_closed:
             self._is_closed = True
             self._segment.close()
-            self._queue.wake_reader()
+            self._queue.wake_readers()

@@ -46,7 +46,14 @@ class Journal:
         """Any message but a step."""
         released, slot = None, -1
         if isinstance(message, wire.Admit):
-            self._requests[message.row] = _Request(message.seq, wire.RestoredRow(message.row, message.stop_ids))
+            row = wire.RestoredRow(
+                message.row,
+                message.stop_ids,
+                message.stop,
+                message.include_stop_str_in_output,
+                message.skip_special_tokens,
+            )
+            self._requests[message.row] = _Request(message.seq, row)
         elif isinstance(message, wire.Release):
             released = self._requests.pop(message.row, None)
         elif isinstance(message, wire.DescribeBatch):

@@ -53,6 +53,29 @@ class OutputLogprobs:
             columns.has_nan != 0,
         )
 
+    def select(self, indices: np.ndarray) -> OutputLogprobs:
+        """Those of some of the requests, in this order."""
+
+        def pieces(array: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            starts, ends = offsets[:-1][indices], offsets[1:][indices]
+            taken = [array[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+            new_offsets = np.concatenate([[0], np.cumsum(ends - starts)]).astype(offsets.dtype)
+            return np.concatenate([array[:0], *taken]), new_offsets
+
+        ranks, offsets = pieces(self.ranks, self.offsets)
+        token_ids, values_offsets = pieces(self.token_ids, self.values_offsets)
+        logprobs, _ = pieces(self.logprobs, self.values_offsets)
+        return OutputLogprobs(
+            offsets,
+            self.num_logprobs[indices],
+            values_offsets,
+            token_ids,
+            logprobs,
+            ranks,
+            self.cumulative[indices],
+            self.has_nan[indices],
+        )
+
     def arrays_of(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Request i's `token_ids` and `logprobs` [ids, 1 + k], and `ranks` [ids]."""
         first, last = self.values_offsets[i], self.values_offsets[i + 1]

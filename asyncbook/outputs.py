@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, overload
 
 import numpy as np
 
-from asyncbook.ipc.columns import OutputColumns
+from asyncbook.ipc.columns import FIRST_STOP_STRING, OutputColumns, Texts
 from asyncbook.ipc.layout import FinishReason
 from asyncbook.output_logprobs import OutputLogprobs, TokenLogprobs
 
@@ -20,9 +20,47 @@ class RequestDelta(NamedTuple):
     request_id: str
     token_ids: np.ndarray
     finish_reason: FinishReason
-    stop_reason: int | None
+    stop_reason: int | str | None
+    text: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+
+
+class TextColumn(Sequence[str]):
+    """New text of n requests: one UTF-8 buffer and where each request's begins; item i is decoded when it is read."""
+
+    __slots__ = ("data", "offsets")
+
+    def __init__(self, texts: Texts) -> None:
+        self.data: np.ndarray = texts.data  # uint8 [offsets[n]]
+        self.offsets: np.ndarray = texts.offsets  # integers [n + 1]
+
+    def __len__(self) -> int:
+        return self.offsets.size - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"text {index} of {len(self)}")
+        index %= len(self)
+        return self.data[self.offsets[index] : self.offsets[index + 1]].tobytes().decode()
+
+    def select(self, indices: np.ndarray) -> TextColumn:
+        """The text of some of the requests, in this order."""
+        starts, ends = self.offsets[:-1][indices], self.offsets[1:][indices]
+        pieces = [self.data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        offsets = np.concatenate([[0], np.cumsum(ends - starts)])
+        return TextColumn(Texts(np.concatenate([np.empty(0, np.uint8), *pieces]), offsets))
+
+    def __repr__(self) -> str:
+        return f"TextColumn({list(self)!r})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +69,9 @@ class StepOutputs:
 
     Request i is `request_ids[i]`; its ids are `token_ids[offsets[i] : offsets[i + 1]]`. `offsets` int32 [n + 1],
     `token_ids` int32 [offsets[n]], `finish_reasons` uint8 [n] of `FinishReason`, `stop_reasons` int32 [n], the id that
-    stopped it or -1. `logprobs` and `texts` are None in a book without them.
+    stopped it or -1. `logprobs` and `texts` are None in a book without them. With a tokenizer `texts[i]` is request i's
+    new text, and `stop_reasons` holds objects: the id, the stop string, or -1. `request_nos` [n] tell requests of one
+    id apart.
     """
 
     step: int
@@ -41,22 +81,41 @@ class StepOutputs:
     finish_reasons: np.ndarray
     stop_reasons: np.ndarray
     logprobs: OutputLogprobs | None = None
-    texts: Any = None
+    texts: TextColumn | None = None
+    request_nos: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False)
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    def select(self, indices: np.ndarray) -> StepOutputs:
+        """Some of the requests, in this order."""
+        starts, ends = self.offsets[:-1][indices], self.offsets[1:][indices]
+        pieces = [self.token_ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        return StepOutputs(
+            self.step,
+            [self.request_ids[i] for i in indices.tolist()],
+            np.concatenate([[0], np.cumsum(ends - starts)]).astype(np.int32),
+            np.concatenate([np.empty(0, np.int32), *pieces]),
+            self.finish_reasons[indices],
+            self.stop_reasons[indices],
+            None if self.logprobs is None else self.logprobs.select(indices),
+            None if self.texts is None else self.texts.select(indices),
+            self.request_nos[indices],
+        )
 
     def __iter__(self) -> Iterator[RequestDelta]:
         """Row by row, for readers that want objects; the columns are quicker."""
         ends = self.offsets.tolist()
         for i, request_id in enumerate(self.request_ids):
-            stop_reason = int(self.stop_reasons[i])
-            logprobs = self.logprobs
+            stop_reason, logprobs = self.stop_reasons[i], self.logprobs
+            if not isinstance(stop_reason, str):
+                stop_reason = None if stop_reason == -1 else int(stop_reason)
             yield RequestDelta(
                 request_id,
                 self.token_ids[ends[i] : ends[i + 1]],
                 FinishReason(int(self.finish_reasons[i])),
-                None if stop_reason == -1 else stop_reason,
+                stop_reason,
+                None if self.texts is None else self.texts[i],
                 None if logprobs is None else logprobs.of(i),
                 None if logprobs is None else logprobs.cumulative_of(i),
             )
@@ -65,7 +124,9 @@ class StepOutputs:
 class RequestNames:
     """Which request a delivery speaks of. A number is in use from admission until the request's end is delivered."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_texts: bool = False) -> None:
+        self._has_texts = has_texts
+        self._stop: dict[int, list[str]] = {}  # of the requests that have stop strings
         self._names = np.empty(64, object)
         self._free_nos = list(range(63, -1, -1))
 
@@ -78,24 +139,41 @@ class RequestNames:
             self._free_nos = list(range(2 * size - 1, size - 1, -1))
         return self._free_nos[-1]
 
-    def add(self, request_id: str) -> None:
-        self._names[self._free_nos.pop()] = request_id
+    def add(self, request_id: str, stop: list[str]) -> int:
+        """A request, and its stop strings. Returns its number."""
+        request_no = self._free_nos.pop()
+        self._names[request_no] = request_id
+        if stop:
+            self._stop[request_no] = stop
+        return request_no
 
     def step_outputs(self, step: int, columns: OutputColumns) -> StepOutputs:
         """A delivery with the requests' ids in the place of their numbers."""
         request_nos = columns.request_nos
         request_ids = self._names[request_nos].tolist()
         finish_reasons = columns.finish_reasons.astype(np.uint8)
+        stop_reasons = self._stop_reasons(columns) if self._has_texts else columns.stop_reasons
         if finish_reasons.any():
             for request_no in request_nos[finish_reasons != 0].tolist():
                 self._names[request_no] = None
                 self._free_nos.append(request_no)
+                self._stop.pop(request_no, None)
         return StepOutputs(
             step,
             request_ids,
             columns.offsets,
             columns.token_ids,
             finish_reasons,
-            columns.stop_reasons,
+            stop_reasons,
             None if columns.logprobs is None else OutputLogprobs.of_columns(columns.offsets, columns.logprobs),
+            texts=None if columns.texts is None else TextColumn(columns.texts),
+            request_nos=request_nos,
         )
+
+    def _stop_reasons(self, columns: OutputColumns) -> np.ndarray:
+        """Objects: the id, the stop string, or -1."""
+        stop_reasons = columns.stop_reasons.astype(object)
+        by_string = (columns.finish_reasons == FinishReason.STOP) & (columns.stop_reasons <= FIRST_STOP_STRING)
+        for i in np.flatnonzero(by_string).tolist():
+            stop_reasons[i] = self._stop[int(columns.request_nos[i])][FIRST_STOP_STRING - stop_reasons[i]]
+        return stop_reasons

@@ -74,6 +74,7 @@ class SidecarProcess:
                 self._token,
                 str(directory),
                 config.vocab_size,
+                config.tokenizer_path,
                 config.spin_us,
                 config.idle_policy,
                 config.sidecar_cpu,

@@ -22,12 +22,21 @@ class HeldRow:
     """A row in somebody's hands."""
 
     __slots__ = (
-        "admit_generation", "generation", "is_aborted", "is_preempted", "logprobs_width", "num_prompt_tokens",
+        "admit_generation",
+        "generation",
+        "is_aborted",
+        "is_preempted",
+        "logprobs_width",
+        "num_prompt_tokens",
         "request_id",
-    )  # fmt: skip
+        "request_no",
+    )
 
-    def __init__(self, request_id: str, generation: int, num_prompt_tokens: int, logprobs_width: int) -> None:
+    def __init__(
+        self, request_id: str, request_no: int, generation: int, num_prompt_tokens: int, logprobs_width: int
+    ) -> None:
         self.request_id = request_id
+        self.request_no = request_no
         self.admit_generation = self.generation = generation
         self.num_prompt_tokens = num_prompt_tokens
         self.logprobs_width = logprobs_width  # the sampled id's and the top k; 0: none
@@ -55,11 +64,13 @@ class RowRegistry:
         index = self._free[0]
         return Row(index, self._generations[index] + 1)
 
-    def admit(self, row: Row, request_id: str, num_prompt_tokens: int, logprobs_width: int = 0) -> None:
+    def admit(
+        self, row: Row, request_id: str, request_no: int, num_prompt_tokens: int, logprobs_width: int = 0
+    ) -> None:
         """Gives out the row that `check_admission` promised."""
         heapq.heappop(self._free)
         self._generations[row.index] = row.generation
-        self._held[row.index] = HeldRow(request_id, row.generation, num_prompt_tokens, logprobs_width)
+        self._held[row.index] = HeldRow(request_id, request_no, row.generation, num_prompt_tokens, logprobs_width)
         self._live_ids[request_id] = row.index
 
     def held(self, row: Row) -> HeldRow:
@@ -77,6 +88,14 @@ class RowRegistry:
                 f"the handle is of generation {generation}"
             )
         return held
+
+    def live_row(self, request_id: str) -> Row:
+        """The handle of a request that is neither aborted nor released. Raises `InvalidRequest`."""
+        index = self._live_ids.get(request_id)
+        held = None if index is None else self._held[index]
+        if index is None or held is None:
+            raise InvalidRequest(f"request {request_id!r} is not live, expected one that is admitted and not aborted")
+        return Row(index, held.generation)
 
     def renamed(self, row: Row, *, preempted: bool) -> Row:
         """The next handle of a row for `resume` (of a preempted row) or `rewind` (of one that is not)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -280,26 +279,17 @@ class SidecarBook(Book):
 
     # Outputs
 
-    def poll_outputs(self) -> list[StepOutputs]:
+    def _await_flushed(self) -> None:
         if self._is_closed:
-            return []
-        self._wait_flushed(self.applied_step)
-        outputs = []
-        while (step_outputs := self._take_outputs()) is not None:
-            outputs.append(step_outputs)
-        if not outputs:
-            self._check_alive()
-        return outputs
-
-    def _wait_flushed(self, step: int) -> None:
-        deadline = time.monotonic() + FLUSH_TIMEOUT_S
+            return
+        step, deadline = self.applied_step, time.monotonic() + FLUSH_TIMEOUT_S
         while self._flushed_step.load_acquire() < step and time.monotonic() < deadline:
             if self._supervisor.is_down:
                 return
             os.sched_yield()
 
     def _take_outputs(self) -> StepOutputs | None:
-        record = self._outputs_log.take()
+        record = None if self._is_closed else self._outputs_log.take()
         if record is None:
             return None
         # How far was read is stored, then who waits for it is looked for; see `DutyCycle._flush` for the other half.
@@ -308,18 +298,17 @@ class SidecarBook(Book):
             self._channel.ring_doorbell()
         return self._names.step_outputs(record.step, record.columns)
 
-    async def outputs(self) -> AsyncIterator[StepOutputs]:
-        while not self._is_closed:
-            # The descriptor tells of new events only once all that came before are received.
-            self._drain_events()
-            self._wake_at_outputs.store_release(self._outputs_log.number + 1)
-            fence()
-            step_outputs = self._take_outputs()
-            if step_outputs is not None:
-                yield step_outputs
-                continue
+    async def _await_outputs(self) -> None:
+        # The descriptor tells of new events only once all that came before are received.
+        self._drain_events()
+        self._wake_at_outputs.store_release(self._outputs_log.number + 1)
+        fence()
+        if not self._outputs_log.has_next():
             self._check_alive()
             await self._news()
+
+    def _wake_readers(self) -> None:
+        self._waiters.wake_all()
 
     # The process
 

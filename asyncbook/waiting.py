@@ -34,6 +34,11 @@ class DescriptorWaiters:
             if not future.done():
                 future.set_result(None)
 
+    def wake_all(self) -> None:
+        """Ends every wait, as if its descriptor were readable."""
+        for descriptor in list(self._waiters):
+            self._wake(descriptor)
+
     def forget(self, *descriptors: int) -> None:
         """Ends every wait for them and watches them no longer: they are about to be closed, and their numbers to be
         used again."""

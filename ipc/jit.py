@@ -22,7 +22,9 @@ KERNEL_SOURCES = {
     "asyncbook.ipc": (
         "columns.py", "jit.py", "layout.py", "logprob_staging.py", "logprobs.py", "publish.py", "staging.py", "wire.py",
     ),
-    "asyncbook.worker": ("kernels.py", "life.py", "logprob_kernels.py", "rules.py", "scatter_kernels.py"),
+    "asyncbook.worker": (
+        "kernels.py", "life.py", "logprob_kernels.py", "rules.py", "scatter_kernels.py", "text_kernels.py",
+    ),
 }  # fmt: skip
 
 

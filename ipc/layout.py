@@ -171,11 +171,12 @@ class Field(IntEnum):
     NUM_GIVEN_DRAFTS = len(Column) + 7  # given by the last step: 1 + their number; 0: none were given
     NUM_VERIFIED_DRAFTS = len(Column) + 8  # the same while the next step is applied
     REQUEST_NO = len(Column) + 9  # the request in the row, as deliveries name it
-    IS_TOUCHED = len(Column) + 10  # on the list of rows that changed since the last frame
-    IS_PENDING = len(Column) + 11  # on the list of rows with something to deliver
-    IS_DIRTY = len(Column) + 12  # how many of the next checkpoints must take the row anew
-    LOGPROBS_WIDTH = len(Column) + 13  # logprobs kept an output: the sampled id's and the top k; 0: none
-    NUM_WITH_LOGPROBS = len(Column) + 14  # outputs whose logprobs are in the table, or that came before the row
+    TEXT_DELIVERED = len(Column) + 10  # bytes of the outputs' text that the reader has
+    IS_TOUCHED = len(Column) + 11  # on the list of rows that changed since the last frame
+    IS_PENDING = len(Column) + 12  # on the list of rows with something to deliver
+    IS_DIRTY = len(Column) + 13  # how many of the next checkpoints must take the row anew
+    LOGPROBS_WIDTH = len(Column) + 14  # logprobs kept an output: the sampled id's and the top k; 0: none
+    NUM_WITH_LOGPROBS = len(Column) + 15  # outputs whose logprobs are in the table, or that came before the row
 
 
 class CheckpointWord(IntEnum):
@@ -201,6 +202,7 @@ class RecordWord(IntEnum):
     NUM_REQUESTS = 3  # PADDING: there is nothing, the next record starts at the log's beginning
     BLOCK_SIZE = 4  # int32 values behind the header, as in `ipc/columns.py`
     LOGPROBS_SIZE = 5  # int32 values behind those, as in `ipc/logprobs.py`; 0: no request of it wants logprobs
+    TEXT_SIZE = 6  # int32 values of text behind those; 0 in a book without a tokenizer
 
 
 PADDING_RECORD = -1

@@ -73,9 +73,9 @@ class LogprobColumns:
     @classmethod
     def none(cls, n: int, num_ids: int) -> LogprobColumns:
         """Of requests that want none."""
-        no_values = np.zeros(0, np.int32)
-        zeros = np.zeros(n, np.int32)
-        return cls.of(np.full(n, np.nan), zeros, zeros, np.zeros(num_ids, np.int32), no_values, no_values)
+        columns = cls(n, num_ids, np.zeros(section_size(n, num_ids, 0), np.int32))
+        columns.cumulative[:] = np.nan
+        return columns
 
     @classmethod
     def joined(cls, parts: Sequence[LogprobColumns]) -> LogprobColumns:
@@ -88,6 +88,11 @@ class LogprobColumns:
             np.concatenate([part.token_ids for part in parts]),
             np.concatenate([part.logprobs.view(np.int32) for part in parts]),
         )
+
+    @property
+    def size(self) -> int:
+        """int32 values of the section in a record: 0 where no request wants any."""
+        return self.section.size if self.widths.any() else 0
 
     def _column(self, index: int) -> np.ndarray:
         return self.section[index * self.n : (index + 1) * self.n]

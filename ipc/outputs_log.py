@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncbook.ipc.columns import OutputColumns
+from asyncbook.ipc.columns import OutputColumns, Texts
 from asyncbook.ipc.layout import LINE_BYTES, PADDING_RECORD, Layout, RecordWord, Region, RunnerWord, Word
 from asyncbook.ipc.logprobs import LogprobColumns, section_start
 from asyncbook.ipc.publish import OwnWord
@@ -40,11 +40,6 @@ class Record(NamedTuple):
     columns: OutputColumns
 
 
-def size_of(block_size: int, logprobs_size: int = 0) -> int:
-    """int32 values behind a record's header: its columns, and the section of logprobs, if there is one."""
-    return section_start(block_size) + logprobs_size if logprobs_size else block_size
-
-
 def lines_of(size: int) -> int:
     """Lines of a record with so many int32 values behind its header."""
     return 1 + -(-size // INT32_PER_LINE)
@@ -53,7 +48,8 @@ def lines_of(size: int) -> int:
 class _Ring:
     """Lines of one log: int64 for headers, int32 for columns."""
 
-    def __init__(self, region: Region, memory: memoryview) -> None:
+    def __init__(self, region: Region, memory: memoryview, has_logprobs: bool) -> None:
+        self._has_logprobs = has_logprobs
         self.headers = region.view(memory)
         self.num_lines = region.shape[0]
         self.values = self.headers.reshape(-1).view(np.int32)
@@ -68,21 +64,36 @@ class _Ring:
         start = (position % self.num_lines + 1) * INT32_PER_LINE
         return self.values[start : start + size]
 
-    def records(self, start: int, end: int) -> Iterator[tuple[int, Record | None]]:
-        """(position behind it, record without its logprobs) of everything from `start` to `end`, None for padding."""
+    def record(self, position: int, *, copied: bool = False) -> Record:
+        """The record at a position, in the log's own memory or copied from it."""
+        number, _, step, n, size, logprobs_size, text_size = self.header(position)
+        text_start = section_start(size) + logprobs_size if logprobs_size else size
+        block = self.block(position, text_start + text_size)
+        block = block.copy() if copied else block
+        columns = OutputColumns(n, block[:size])
+        if self._has_logprobs:
+            columns.logprobs = LogprobColumns.behind(block, n, size, columns.token_ids.size, logprobs_size)
+        if text_size:
+            columns.texts = Texts.read(n, block[text_start:])
+        return Record(number, step, columns)
+
+    def records(self, start: int, end: int) -> Iterator[Record]:
+        """Everything from one position to another."""
         while start < end:
-            number, num_lines, step, n, size, _ = self.header(start)
-            record = None if n == PADDING_RECORD else Record(number, step, OutputColumns(n, self.block(start, size)))
+            _, num_lines, _, n, *_ = self.header(start)
+            if n != PADDING_RECORD:
+                yield self.record(start)
             start += num_lines
-            yield start, record
 
 
 class LogWriter:
     """The bookkeeper's side of one log."""
 
-    def __init__(self, region: Region, memory: memoryview, written: OwnWord, read: SharedWord) -> None:
+    def __init__(
+        self, region: Region, memory: memoryview, written: OwnWord, read: SharedWord, has_logprobs: bool
+    ) -> None:
         self._region, self._memory = region, memory
-        self._ring = _Ring(region, memory)
+        self._ring = _Ring(region, memory, has_logprobs)
         self._written_word, self._read_word = written, read
         self.written = written.load_acquire()
         self._given_back_at = 0
@@ -106,12 +117,15 @@ class LogWriter:
         """int32 [size], at most what `room` said: where the next record's columns go."""
         return self._ring.block(self.written, size)
 
-    def publish(self, number: int, step: int, n: int, size: int, logprobs_size: int = 0) -> None:
-        """The record of n requests whose columns are in the first `size` values of `block`, and their logprobs in the
-        section behind these, if that has a size."""
-        num_lines = lines_of(size_of(size, logprobs_size))
+    def publish(self, number: int, step: int, columns: OutputColumns) -> None:
+        """The record of columns that are in `block` already, and the section of their logprobs behind them; their text
+        is put there."""
+        size, logprobs_size, text_size = columns.block.size, columns.logprobs_size, columns.text_size
+        if columns.texts is not None:
+            columns.texts.write(self._ring.block(self.written, columns.record_size)[columns.text_start :])
+        num_lines = lines_of(columns.record_size)
         header = self._ring.headers[self.written % self._ring.num_lines]
-        header[:_NUM_HEADER_WORDS] = number, num_lines, step, n, size, logprobs_size
+        header[:_NUM_HEADER_WORDS] = number, num_lines, step, columns.n, size, logprobs_size, text_size
         self.written += num_lines
         # Header and columns are written; with this store, and not before, the reader looks at them.
         self._written_word.store_release(self.written)
@@ -122,7 +136,7 @@ class LogWriter:
 
     def records_since(self, position: int) -> Iterator[Record]:
         """What the predecessor wrote after its last checkpoint."""
-        return (record for _, record in self._ring.records(position, self.written) if record is not None)
+        return self._ring.records(position, self.written)
 
     def give_back(self) -> None:
         """Returns the memory of a log that is wholly read and in a checkpoint."""
@@ -144,12 +158,14 @@ class OutputsLogWriter:
             memory,
             OwnWord(words, Word.OUTPUTS_WRITTEN),
             SharedWord(runner_words, RunnerWord.OUTPUTS_READ),
+            layout.has_logprobs,
         )
         self.overflow = LogWriter(
             layout.overflow_log,
             memory,
             OwnWord(words, Word.OVERFLOW_WRITTEN),
             SharedWord(runner_words, RunnerWord.OVERFLOW_READ),
+            layout.has_logprobs,
         )
         self.min_lines = layout.max_record_lines
         self.number = 0  # of the last record
@@ -162,14 +178,13 @@ class OutputsLogReader:
         words = layout.words.view(memory)
         runner_words = layout.runner_words.view(runner_part, layout.runner_offset)
         regions = (layout.outputs_log, layout.overflow_log)
-        self._rings = [_Ring(region, memory) for region in regions]
+        self._rings = [_Ring(region, memory, layout.has_logprobs) for region in regions]
         self._written = [SharedWord(words, Word.OUTPUTS_WRITTEN), SharedWord(words, Word.OVERFLOW_WRITTEN)]
         self._read = [
             OwnWord(runner_words, RunnerWord.OUTPUTS_READ),
             OwnWord(runner_words, RunnerWord.OVERFLOW_READ),
         ]
         self._positions = [0, 0]
-        self._has_logprobs = layout.has_logprobs
         self.number = 0  # of the last record that was taken
 
     def take(self) -> Record | None:
@@ -179,16 +194,17 @@ class OutputsLogReader:
             return None
         _, which, position = min(heads)
         ring = self._rings[which]
-        number, num_lines, step, n, size, logprobs_size = ring.header(position)
-        block = ring.block(position, size_of(size, logprobs_size)).copy()
-        self.number = number
+        _, num_lines, *_ = ring.header(position)
+        record = ring.record(position, copied=True)
+        self.number = record.number
         self._positions[which] = position + num_lines
         # The columns are copied: from this store on the writer may overwrite them.
         self._read[which].store_release(position + num_lines)
-        columns = OutputColumns(n, block[:size])
-        if self._has_logprobs:
-            columns.logprobs = LogprobColumns.behind(block, n, size, columns.token_ids.size, logprobs_size)
-        return Record(number, step, columns)
+        return record
+
+    def has_next(self) -> bool:
+        """Whether there is a record to take."""
+        return bool(self._heads())
 
     def _heads(self) -> list[tuple[int, int, int]]:
         """(number, log, position) of the first record of each log that has one. The outputs log is looked at first: a
@@ -197,7 +213,7 @@ class OutputsLogReader:
         for which in (0, 1):
             position, written = self._positions[which], self._written[which].load_acquire()
             while position < written:
-                number, num_lines, _, n, _, _ = self._rings[which].header(position)
+                number, num_lines, _, n, *_ = self._rings[which].header(position)
                 if n != PADDING_RECORD:
                     heads.append((number, which, position))
                     break

@@ -45,6 +45,9 @@ class Admit(Command, tag=1):
     eos_token_ids: list[int]
     stop_token_ids: list[int]
     ignore_eos: bool
+    stop: list[str] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     logprobs_width: int = 0  # the sampled id's and the top k; 0: none
 
     @property
@@ -116,6 +119,9 @@ class RestoredRow(msgspec.Struct, array_like=True):
 
     row: int
     stop_ids: list[int]  # of the user, and end-of-sequence ids that count
+    stop: list[str]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
 
 
 class RestoredBatch(msgspec.Struct, array_like=True):
@@ -153,6 +159,7 @@ class Setup(msgspec.Struct, array_like=True):
     token: bytes
     directory: str
     vocab_size: int
+    tokenizer: str | None  # path of a tokenizer.json
     spin_us: int
     idle_policy: str
     sidecar_cpu: int | None

@@ -13,8 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import text_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 # In order: what finds most faults soonest. Hypothesis is last, it takes its time to make a failure small.
@@ -40,31 +43,30 @@ class Fault:
     file: str
     search: str
     replace: str
+    tests: tuple[str, ...] = TESTS
 
 
 RULES, KERNELS, LEDGER, OUTBOX = "worker/rules.py", "worker/kernels.py", "worker/ledger.py", "worker/outbox.py"
 LOGPROBS, LOGPROB_KERNELS = "worker/logprobs.py", "worker/logprob_kernels.py"
 LOGPROB_STAGING, CHECKPOINT = "ipc/logprob_staging.py", "worker/checkpoint.py"
-ROWS, BATCH, STAGING = "asyncbook/rows.py", "asyncbook/batch.py", "ipc/staging.py"
+ROWS, BATCH, STAGING, WIRE = "asyncbook/rows.py", "asyncbook/batch.py", "ipc/staging.py", "ipc/wire.py"
 
 FAULTS = (
     # The rules of a step
     Fault("padding is an id", RULES, "sampled_row[v] != PADDING", "sampled_row[v] != PADDING - 1"),
     Fault("stale handle applied", RULES, "work[GENERATION, row] != generation", "work[GENERATION, row] < generation"),
-    Fault("default schedule without drafts", RULES, "max(no_spec - computed, 0) + d", "max(no_spec - computed, 0)"),
-    Fault(
-        "partial prefill, <= for <", RULES, "if computed + scheduled < no_spec", "if computed + scheduled <= no_spec"
-    ),
-    Fault("overscheduled, drafts forgotten", RULES, "scheduled > no_spec + d:", "scheduled > no_spec:"),
-    Fault("overscheduled, >= for >", RULES, "scheduled > no_spec + d:", "scheduled >= no_spec + d:"),
-    Fault("preempted row overscheduled", RULES, "if state == RUNNING and computed", "if computed"),
+    Fault("default schedule without drafts", RULES, "work[REMEMBERED, row], 0) + d if", "work[REMEMBERED, row], 0) if"),
+    Fault("partial prefill, <= for <", RULES, "if end < work[NO_SPEC, row]", "if end <= work[NO_SPEC, row]"),
+    Fault("overscheduled, drafts forgotten", RULES, "end > work[NO_SPEC, row] + d:", "end > work[NO_SPEC, row]:"),
+    Fault("overscheduled, >= for >", RULES, "end > work[NO_SPEC, row] + d:", "end >= work[NO_SPEC, row] + d:"),
+    Fault("preempted row overscheduled", RULES, "if state == RUNNING and end", "if end"),
     Fault(
         "preempted row computes a prefill",
         RULES,
-        "        if state == RUNNING:\n            work[COMPUTED, row] = computed + scheduled\n",
-        "        work[COMPUTED, row] = computed + scheduled\n",
+        "            if work[STATE, row] == RUNNING:\n                work[COMPUTED, row] = work[REMEMBERED, row]\n",
+        "            work[COMPUTED, row] = work[REMEMBERED, row]\n",
     ),
-    Fault("num_accepted_tokens not reset", RULES, "    work[ACCEPTED, row] = 0\n", ""),
+    Fault("num_accepted_tokens not reset", RULES, "    work[ACCEPTED, row] = 0\n    is_running", "    is_running"),
     Fault("rejected drafts computed", RULES, "scheduled - (d + 1 - m)", "scheduled - (1 - m)"),
     Fault(
         "computed below 0", RULES, "max(computed + scheduled - (d + 1 - m), 0)", "computed + scheduled - (d + 1 - m)"
@@ -77,20 +79,27 @@ FAULTS = (
     ),
     Fault("remembered computed not kept", RULES, "    work[REMEMBERED, row] = computed\n", ""),
     Fault("drafts for a preempted row", RULES, "work[STATE, row] == RUNNING else", "work[STATE, row] != FINISHED else"),
-    Fault("min_tokens, <= for <", RULES, "work[OUTPUTS, row] - 1 < work[MIN", "work[OUTPUTS, row] - 1 <= work[MIN"),
+    Fault("min_tokens, <= for <", RULES, "num_outputs_before < work[MIN", "num_outputs_before <= work[MIN"),
     Fault("last stop id not looked at", RULES, "work[NUM_STOP_IDS, row])", "work[NUM_STOP_IDS, row] - 1)"),
     Fault("full row written behind its end", RULES, "position < max_model_len", "position <= max_model_len"),
-    Fault("max_tokens, > for >=", RULES, ">= work[MAX_TOKENS, row]", "> work[MAX_TOKENS, row]"),
+    Fault(
+        "max_tokens, > for >=", RULES, "work[OUTPUTS, row] >= work[MAX_TOKENS", "work[OUTPUTS, row] > work[MAX_TOKENS"
+    ),
     Fault("max_model_len one too early", RULES, "row] >= max_model_len:", "row] >= max_model_len - 1:"),
     Fault(
         "length before stop",
         RULES,
-        "    if is_stop_id(work, stop_ids, row, token_id):\n        return STOP\n"
+        "    if is_stop_id(work, stop_ids, row, work[OUTPUTS, row] - 1, token_id):\n        return STOP\n"
         "    if work[OUTPUTS, row] >= work[MAX_TOKENS, row]:\n        return LENGTH\n",
         "    if work[OUTPUTS, row] >= work[MAX_TOKENS, row]:\n        return LENGTH\n"
-        "    if is_stop_id(work, stop_ids, row, token_id):\n        return STOP\n",
+        "    if is_stop_id(work, stop_ids, row, work[OUTPUTS, row] - 1, token_id):\n        return STOP\n",
     ),
-    Fault("vocab_size is an id", RULES, "token_id >= vocab_size", "token_id > vocab_size"),
+    Fault(
+        "vocab_size is an id",
+        RULES,
+        "token_id >= vocab_size:\n            reason",
+        "token_id > vocab_size:\n            reason",
+    ),
     Fault("bad id committed", RULES, "COMMITTED_TOKENS] += index\n", "COMMITTED_TOKENS] += index + 1\n"),
     Fault("stop_reason of a length", RULES, "token_id if reason == STOP else -1", "token_id"),
     Fault("finish keeps drafts", RULES, "    drop_drafts(work, token_ids, is_token_ids, row)\n    work", "    work"),
@@ -155,7 +164,7 @@ FAULTS = (
         "if output < num_written else",
         "if output <= num_written else",
     ),
-    Fault("delivered again", KERNELS, "            work[NUM_DELIVERED, row] = work[OUTPUTS, row]\n", ""),
+    Fault("delivered again", KERNELS, "        work[NUM_DELIVERED, row] = last\n", ""),
     Fault("pending flag stays", KERNELS, "            work[IS_PENDING, row] = 0\n", ""),
     # The life of a row
     Fault("preempt keeps computed", LEDGER, "                self.work[Field.NUM_COMPUTED_TOKENS, row] = 0\n", ""),
@@ -179,9 +188,7 @@ FAULTS = (
         "        work[Field.REMEMBERED_COMPUTED, row] = message.num_computed_tokens\n        work",
         "        work",
     ),
-    Fault(
-        "admission not touched", LEDGER, "        self._touch(row)\n        self._finish_at", "        self._finish_at"
-    ),
+    Fault("admission not touched", LEDGER, "        self._touch(row)\n        ends_by", "        ends_by"),
     Fault(
         "earlier outputs delivered again",
         LEDGER,
@@ -190,9 +197,9 @@ FAULTS = (
     ),
     Fault(
         "ignore_eos ignores stop ids",
-        LEDGER,
-        "message.stop_token_ids + ([] if message.ignore_eos else message.eos_token_ids)",
-        "[] if message.ignore_eos else message.stop_token_ids + message.eos_token_ids",
+        WIRE,
+        "self.stop_token_ids + ([] if self.ignore_eos else self.eos_token_ids)",
+        "[] if self.ignore_eos else self.stop_token_ids + self.eos_token_ids",
     ),
     Fault(
         "wider stop ids lose the others", LEDGER, "            wider[:, : self.stop_ids.shape[1]] = self.stop_ids\n", ""
@@ -224,7 +231,7 @@ FAULTS = (
         "work[Field.NUM_PROMPT_TOKENS, row] + work[_NUM_DELIVERED, row]",
         "work[Field.NUM_PROMPT_TOKENS, row]",
     ),
-    Fault("departed row still pending", OUTBOX, "        work[Field.IS_PENDING, row] = 0\n", ""),
+    Fault("departed row still pending", OUTBOX, "        self._work[Field.IS_PENDING, row] = 0\n", ""),
     Fault("departed delivered again", OUTBOX, "        self._departed.clear()\n", ""),
     # The client
     Fault("rows not lowest first", ROWS, "heapq.heappush(self._free, row.index)", "self._free.append(row.index)"),
@@ -302,6 +309,9 @@ FAULTS = (
 )
 
 
+ALL_FAULTS = (*FAULTS, *(Fault(*fault, tests=text_faults.TESTS) for fault in text_faults.FAULTS))
+
+
 def copy_repository(copy: Path) -> dict[str, str]:
     """Lays code and tests out under `copy` as they are installed, and returns an environment in which they are what is
     imported, also by the sidecar."""
@@ -322,7 +332,7 @@ def path_in(copy: Path, file: str) -> Path:
 
 def check_imports(copy: Path, environment: dict[str, str]) -> None:
     """Whether it is really the copy that is imported: the installed package lies in wait behind it."""
-    modules = sorted({path_in(copy, fault.file).relative_to(copy).with_suffix("").as_posix() for fault in FAULTS})
+    modules = sorted({path_in(copy, fault.file).relative_to(copy).with_suffix("").as_posix() for fault in ALL_FAULTS})
     program = "import importlib, sys; [print(importlib.import_module(name).__file__) for name in sys.argv[1:]]"
     command = [sys.executable, "-P", "-c", program, *(module.replace("/", ".") for module in modules)]
     found = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=True).stdout
@@ -331,9 +341,9 @@ def check_imports(copy: Path, environment: dict[str, str]) -> None:
         sys.exit(f"not the copy is imported, but {found}")
 
 
-def run_tests(copy: Path, environment: dict[str, str]) -> tuple[str, str]:
+def run_tests(copy: Path, environment: dict[str, str], tests: Sequence[str]) -> tuple[str, str]:
     """What became of the code under test, "killed" or "survived", and which test said so."""
-    tests = [test for test in TESTS if (copy / test.partition("::")[0]).exists()]
+    tests = [test for test in tests if (copy / test.partition("::")[0]).exists()]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
     try:
         run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -355,7 +365,7 @@ def try_fault(fault: Fault, copy: Path, environment: dict[str, str]) -> tuple[st
         return "does not apply", f"the text stands {source.count(fault.search)} times in {fault.file}"
     path.write_text(source.replace(fault.search, fault.replace))
     try:
-        return run_tests(copy, environment)
+        return run_tests(copy, environment, fault.tests)
     finally:
         path.write_text(source)
 
@@ -365,14 +375,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults whose name or file has one of these in it")
     words = parser.parse_args().words
-    faults = [fault for fault in FAULTS if not words or any(word in fault.name + fault.file for word in words)]
+    faults = [fault for fault in ALL_FAULTS if not words or any(word in fault.name + fault.file for word in words)]
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="asyncbook-mutate-") as folder:
         copy = Path(folder)
         environment = copy_repository(copy)
         check_imports(copy, environment)
-        if run_tests(copy, environment)[0] != "survived":
-            sys.exit(f"the tests fail without a fault: {run_tests(copy, environment)[1]}")
+        for tests in sorted({fault.tests for fault in faults}):
+            verdict, why = run_tests(copy, environment, tests)
+            if verdict != "survived":
+                sys.exit(f"the tests fail without a fault: {why}")
         for fault in faults:
             start = time.monotonic()
             verdict, why = try_fault(fault, copy, environment)

@@ -45,13 +45,24 @@ def _serve(segment: Segment, setup: wire.Setup, channel: SidecarChannel, lifetim
     from asyncbook.worker.duty import DutyCycle
     from asyncbook.worker.idle import POLICIES
 
+    text_rows = None
+    if setup.tokenizer is not None:
+        from asyncbook.worker.text import TextRows
     channel.watch(lifetime)
     if not jit.is_cached():
         channel.send_event(wire.Compiling(jit.cache_path()))
     idle_policy = POLICIES[setup.idle_policy](setup.spin_us)
     jit.compile_all()
+    if setup.tokenizer is not None:
+        text_rows = TextRows(setup.tokenizer, segment.layout.max_num_reqs)
     duty = DutyCycle(
-        segment.layout, segment.writable(), setup.vocab_size, channel, idle_policy, is_restart=setup.is_restart
+        segment.layout,
+        segment.writable(),
+        setup.vocab_size,
+        channel,
+        idle_policy,
+        is_restart=setup.is_restart,
+        text_rows=text_rows,
     )
     channel.send_event(wire.Ready(setup.token, os.getpid(), LAYOUT_VERSION, wire.schema_hash()))
     if not duty.run():

@@ -4,7 +4,7 @@ the runner's process (embedded) and in the sidecar; only where messages come fro
 from __future__ import annotations
 
 from time import monotonic_ns
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from asyncbook.worker.checkpoint import Checkpoints
 from asyncbook.worker.ledger import Ledger, Outcome, Tables
 from asyncbook.worker.logprobs import NO_ENTRIES
 from asyncbook.worker.outbox import Outbox
+
+if TYPE_CHECKING:
+    from asyncbook.worker.text import TextRows
 
 _COUNTER_OUTPUTS_DROPPED = int(Counter.OUTPUTS_DROPPED_REQUESTS)
 _STEP = Outcome.STEP  # an enum's member is looked up slowly, and this is looked up every step
@@ -42,8 +45,9 @@ class Bookkeeper:
         vocab_size: int,
         reader: Reader,
         log: OutputsLogWriter | None = None,
+        text_rows: TextRows | None = None,
     ) -> None:
-        self.ledger = Ledger(Tables(layout, memory), vocab_size)
+        self.ledger = Ledger(Tables(layout, memory), vocab_size, text_rows)
         self._published_step = OwnWord(layout.words.view(memory), Word.PUBLISHED_STEP)
         self._stamps = list(layout.stamps.view(memory))
         self._counters = layout.counters.view(memory)

@@ -114,11 +114,13 @@ class Checkpoints:
         """A delivery after the checkpoint: ids that rows held by then, and ends."""
         work, outbox = self._ledger.work, self._ledger.outbox
         columns = record.columns
-        entries = zip(columns.request_nos, columns.finish_reasons, np.diff(columns.offsets), strict=True)
-        for request_no, finish_reason, num_ids in ((int(a), int(b), int(c)) for a, b, c in entries):
+        num_bytes = np.zeros(columns.n, np.int64) if columns.texts is None else np.diff(columns.texts.offsets)
+        entries = np.stack([columns.request_nos, columns.finish_reasons, np.diff(columns.offsets), num_bytes], axis=1)
+        for request_no, finish_reason, num_ids, num_text_bytes in entries.tolist():
             row = rows_by_request.get(request_no)
             if row is not None:
                 work[Field.NUM_DELIVERED, row] += num_ids
+                work[Field.TEXT_DELIVERED, row] += num_text_bytes
                 is_known_end = work[Field.STATE, row] == State.FINISHED
                 if finish_reason or (
                     not is_known_end and work[Field.NUM_DELIVERED, row] == work[Field.NUM_OUTPUT_TOKENS, row]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.logprobs import section_start
-from asyncbook.ipc.outputs_log import LogWriter, OutputsLogWriter, lines_of, size_of
+from asyncbook.ipc.outputs_log import LogWriter, OutputsLogWriter, lines_of
 from asyncbook.worker.outbox import Departed, Outbox
 
 
@@ -23,23 +24,37 @@ class LogDelivery:
             room = log.room(self._log.min_lines)
             if room == 0:
                 return False
-            self._publish(log, step, *outbox.take_pending(log.block(room)))
+            columns = outbox.take_pending(log.block(room))
+            if columns.n == 0:
+                return self._write_long_text(outbox, step)
+            self._publish(log, step, columns)
         return True
+
+    def _write_long_text(self, outbox: Outbox, step: int) -> bool:
+        """The text of one row alone is too much for the outputs log: there is more room in the other one."""
+        log = self._log.overflow
+        room = log.room(self._log.min_lines)
+        columns = outbox.take_pending(log.block(room)) if room else None
+        if columns is None or columns.n == 0:
+            return False
+        self._publish(log, step, columns)
+        return self.take_from(outbox, step)
 
     def _write_departed(self, departed: Departed, step: int) -> bool:
         """Now or never: nobody keeps it."""
         columns = departed.columns()
-        size, section = columns.block.size, departed.section
-        whole = size_of(size, section.size)
+        size, section_size = columns.record_size, columns.logprobs_size
         for log in (self._log.outputs, self._log.overflow):
-            if log.room(lines_of(whole)) >= whole:
-                block = log.block(whole)
-                block[:size] = columns.block
-                block[section_start(size) :] = section
-                self._publish(log, step, columns.n, size, section.size)
+            if log.room(lines_of(size)) >= size:
+                block = log.block(size)
+                block[: columns.block.size] = columns.block
+                if section_size and columns.logprobs is not None:
+                    start = section_start(columns.block.size)
+                    block[start : start + section_size] = columns.logprobs.section
+                self._publish(log, step, columns)
                 return True
         return False
 
-    def _publish(self, log: LogWriter, step: int, n: int, size: int, logprobs_size: int) -> None:
+    def _publish(self, log: LogWriter, step: int, columns: OutputColumns) -> None:
         self._log.number += 1
-        log.publish(self._log.number, step, n, size, logprobs_size)
+        log.publish(self._log.number, step, columns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.channel import SidecarChannel
@@ -21,6 +22,9 @@ from asyncbook.worker.bookkeeper import Bookkeeper
 from asyncbook.worker.delivery import LogDelivery
 from asyncbook.worker.idle import Idle, IdlePolicy
 from asyncbook.worker.ledger import Outcome
+
+if TYPE_CHECKING:
+    from asyncbook.worker.text import TextRows
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +44,12 @@ class DutyCycle:
         idle_policy: IdlePolicy,
         *,
         is_restart: bool = False,
+        text_rows: TextRows | None = None,
     ) -> None:
         self._channel = channel
         self._idle_policy = idle_policy
         self._log = OutputsLogWriter(layout, memory)
-        self._bookkeeper = Bookkeeper(layout, memory, vocab_size, LogDelivery(self._log), self._log)
+        self._bookkeeper = Bookkeeper(layout, memory, vocab_size, LogDelivery(self._log), self._log, text_rows)
         self._ledger = self._bookkeeper.ledger
         self._ring = SampleRingReader(layout, memory)
         self._counters = layout.counters.view(memory)

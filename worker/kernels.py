@@ -34,6 +34,7 @@ from asyncbook.worker.rules import (
     PROMPT,
     REQUEST_NO,
     STOP_REASON,
+    TAKEN,
     TAKES_DRAFTS,
     TOUCHED,
     UNCHANGED,
@@ -127,15 +128,16 @@ def copy_frame(work, lists, lengths, frame_int32, frame_uint8, history, history_
 
 
 @kernel(
-    (*_BOOK, _INT32_2D, _INT64, _INT64_2D, _INT32_2D, _INT64, _INT32_2D, _BOOL, _INT32, _INT, _INT32, _INT, _INT32_2D,
-     _UINT8, _INT32_2D, _INT64, _INT, _INT, _INT),
+    (*_BOOK, _INT32_2D, _INT64, _INT64_2D, _INT32_2D, _INT64, _INT32_2D, _BOOL, _INT32, _INT, _INT32, _INT, _INT32,
+     _INT32_2D, _UINT8, _INT32_2D, _INT64, _INT, _INT, _INT),
 )  # fmt: skip
 def apply_step(work, token_ids, is_token_ids, stop_ids, counters, row_counters, lists, lengths, batch, takes_drafts,
-               sampled, width, drafts, draft_width, frame_int32, frame_uint8, history, history_lengths, slot,
-               vocab_size, max_model_len):  # fmt: skip
+               sampled, width, drafts, draft_width, stop_strings_at, frame_int32, frame_uint8, history,
+               history_lengths, slot, vocab_size, max_model_len):  # fmt: skip
     """One whole step: every row of the batch by the rules, then the frame. `batch` int32 [4, n] as in `BatchField`,
     `sampled` and `drafts` int32, `width` and `draft_width` ids a row, row after row (a draft width of 0: none were
-    given); `takes_drafts` bool [>= n] is scratch."""
+    given); `takes_drafts` bool [>= n] is scratch; `stop_strings_at` int32 [>= n]: with which of its ids each row's stop
+    string is complete, -1 for none."""
     retire_drafts(work, token_ids, is_token_ids, lists, lengths)
     for i in range(batch.shape[1]):
         row = np.uintp(batch[BATCH_ROW, i])  # unsigned: an index that cannot count from the end needs no check for it
@@ -143,8 +145,8 @@ def apply_step(work, token_ids, is_token_ids, stop_ids, counters, row_counters, 
         change = rules.step_row(
             work, token_ids, is_token_ids, stop_ids, counters, row_counters,
             sampled[i * width : (i + 1) * width], row,
-            batch[BATCH_GENERATION, i], batch[BATCH_SCHEDULED, i], batch[BATCH_DRAFTS, i], vocab_size,
-            max_model_len,
+            batch[BATCH_GENERATION, i], batch[BATCH_SCHEDULED, i], batch[BATCH_DRAFTS, i], stop_strings_at[i],
+            vocab_size, max_model_len,
         )  # fmt: skip
         takes_drafts[i] = change == TAKES_DRAFTS
         if change != UNCHANGED:
@@ -156,6 +158,20 @@ def apply_step(work, token_ids, is_token_ids, stop_ids, counters, row_counters, 
         vocab_size, max_model_len,
     )  # fmt: skip
     copy_frame(work, lists, lengths, frame_int32, frame_uint8, history, history_lengths, slot)
+
+
+@kernel((_INT32_2D, _INT32_2D, _INT32_2D, _INT32, _INT, _INT32, _BOOL, _INT, _INT))
+def count_kept_ids(work, stop_ids, batch, sampled, width, counts, ends_by_id, vocab_size, max_model_len):
+    """How many of its ids each row of a step would keep if there were no stop strings, and whether the last of them is
+    a stop id: `counts` int32 and `ends_by_id` bool, [>= n]. Changes nothing else."""
+    for i in range(batch.shape[1]):
+        row, d = np.uintp(batch[BATCH_ROW, i]), batch[BATCH_DRAFTS, i]
+        scheduled = rules.num_scheduled(work, row, batch[BATCH_SCHEDULED, i], d)
+        counts[i], ends_by_id[i] = 0, False
+        if rules.fate_of_ids(work, row, batch[BATCH_GENERATION, i], scheduled, d) == TAKEN:
+            sampled_row = sampled[i * width : (i + 1) * width]
+            v = rules.count_verified(sampled_row)
+            counts[i], ends_by_id[i] = rules.count_kept(work, stop_ids, sampled_row, v, row, vocab_size, max_model_len)
 
 
 @kernel((*_BOOK, _INT64, _INT32_2D, _INT64, _INT, _INT, _INT))
@@ -191,27 +207,27 @@ def count_pending_ids(work, lists, lengths):
 
 
 @rule
-def num_pending_that_fit(work, lists, lengths, room):
+def num_pending_that_fit(work, lists, num_pending, room):
     """How many pending rows, from the first on, a block of `room` values takes, and of how many ids. The last of them
     may come with a part of its ids, of which there is at least one."""
     end = 0
-    for index in range(lengths[PENDING]):
+    for index in range(num_pending):
         row = np.uintp(lists[PENDING, index])
         end += work[OUTPUTS, row] - work[NUM_DELIVERED, row]
         left = room - ((NUM_COLUMNS + 1) * (index + 1) + 1) - end
         if left < 0:
             num_ids = work[OUTPUTS, row] - work[NUM_DELIVERED, row] + left
             return (index + 1, end + left) if num_ids > 0 else (index, end - num_ids + left)
-    return lengths[PENDING], end
+    return num_pending, end
 
 
-@kernel((_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT32))
-def take_pending(work, token_ids, lists, lengths, block):
-    """Writes what is to be delivered into `block` (see `ipc/columns.py`), as much as fits, in the order in which the
-    rows got it, and returns (number of requests, number of ids). From here on it counts as delivered; a row of which
-    only a part was taken stays pending, and its end is told with its last id."""
+@kernel((_INT32_2D, _INT32_2D, _INT32_2D, _INT64, _INT32, _INT))
+def take_pending(work, token_ids, lists, lengths, block, max_rows):
+    """Writes what is to be delivered into `block` (see `ipc/columns.py`), as much as fits and of at most `max_rows`
+    rows, in the order in which the rows got it, and returns (number of requests, number of ids). From here on it counts
+    as delivered; a row of which only a part was taken stays pending, and its end is told with its last id."""
     num_pending = lengths[PENDING]
-    n, num_ids = num_pending_that_fit(work, lists, lengths, block.shape[0])
+    n, num_ids = num_pending_that_fit(work, lists, min(num_pending, max_rows), block.shape[0])
     first_id = (NUM_COLUMNS + 1) * n + 1
     start = 0
     num_whole = n

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,10 @@ from asyncbook.worker import kernels, rules
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
 from asyncbook.worker.logprobs import NO_ENTRIES, LogprobTable
 from asyncbook.worker.outbox import Outbox
+from asyncbook.worker.row_texts import RowTexts
+
+if TYPE_CHECKING:
+    from asyncbook.worker.text import TextRows
 
 GIVE_BACK_BYTES = 16384  # of a row's table; below that, zeroed pages are kept for the row's next request
 
@@ -61,7 +66,7 @@ class Tables:
 class Ledger:
     """The single writer's state. `work` holds the columns between frames; see `kernels` for shapes."""
 
-    def __init__(self, tables: Tables, vocab_size: int) -> None:
+    def __init__(self, tables: Tables, vocab_size: int, text_rows: TextRows | None = None) -> None:
         layout = tables.layout
         num_rows = layout.max_num_reqs
         self.tables = tables
@@ -76,8 +81,10 @@ class Ledger:
         self.history = np.zeros((layout.num_frames, num_rows), np.int32)
         # Frames start zeroed, as the columns do: nothing has changed in any of them.
         self.history_lengths = np.zeros(layout.num_frames, np.int64)
+        self.texts = None if text_rows is None else RowTexts(text_rows, self.work, tables.token_ids)
         self.logprobs = LogprobTable(layout, tables.memory, self.work, tables.counters) if layout.has_logprobs else None
-        self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths, self.logprobs)
+        self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths, self.texts, self.logprobs)
+        self._no_stop_strings = np.full(num_rows, -1, np.int32)
         # Called before a row is cleared: what departed from it must be safe by then.
         self.before_clearing: Callable[[], object] = lambda: None
         self._takes_drafts = np.zeros(num_rows, np.bool_)
@@ -195,16 +202,20 @@ class Ledger:
             raise BadMessage(f"step {step} of {num_rows} rows has {width} ids and {draft_width} drafts a row")
         if not 0 <= logprobs_width <= 1 + layout.max_logprobs:
             raise BadMessage(f"step {step} has {logprobs_width} logprobs an id of {1 + layout.max_logprobs}")
-        tables, frame = self.tables, step % layout.num_frames
+        tables, frame, batch = self.tables, step % layout.num_frames, self._batches[slot]
+        assert batch is not None
+        stop_strings_at = self._no_stop_strings
+        if self.texts is not None:
+            stop_strings_at = self.texts.stop_strings_at(
+                self.stop_ids, batch, sampled, width, self.vocab_size, layout.max_model_len
+            )
         kernels.apply_step(
             self.work, tables.token_ids, tables.is_token_ids, self.stop_ids, tables.counters, tables.row_counters,
-            self.lists, self.lengths, self._batches[slot], self._takes_drafts, sampled, width, drafts, draft_width,
+            self.lists, self.lengths, batch, self._takes_drafts, sampled, width, drafts, draft_width, stop_strings_at,
             tables.frames_int32[frame], tables.frames_uint8[frame], self.history, self.history_lengths, frame,
             self.vocab_size, layout.max_model_len,
         )  # fmt: skip
         if self.logprobs is not None:
-            batch = self._batches[slot]
-            assert batch is not None
             self.logprobs.store(batch, sampled, width, entries, logprobs_width)
         self.step = step
 
@@ -246,6 +257,8 @@ class Ledger:
             is_prompt_token_ids = np.frombuffer(message.is_token_ids, np.bool_)
             if is_prompt_token_ids.size != prompt.size:
                 raise BadMessage(f"a mask of {is_prompt_token_ids.size} for a prompt of {prompt.size}")
+        if "" in message.stop:
+            raise BadMessage(f"request {message.request_id!r} has an empty stop string")
         if not 0 <= message.logprobs_width <= 1 + layout.max_logprobs:
             raise BadMessage(f"{message.logprobs_width} logprobs an id of {1 + layout.max_logprobs} for row {row}")
         self._transition(row, LifeEvent.ADMIT)
@@ -269,7 +282,8 @@ class Ledger:
             tables.is_token_ids[row, : prompt.size] = is_prompt_token_ids
         work[Field.REQUEST_NO, row] = message.request_no
         self._touch(row)
-        self._finish_at_admission(row, outputs)
+        ends_by_string = self.texts is not None and self.texts.admit(message, prompt, outputs)
+        self._finish_at_admission(row, outputs, ends_by_string)
         self.outbox.skip_delivered_end(row)
         tables.counters[Counter.ADMITTED] += 1
         return Outcome.APPLIED
@@ -279,6 +293,8 @@ class Ledger:
             raise BadMessage(f"what was so at message {message.seq} came after message {self.applied_seq}")
         for row in message.rows:
             self._set_stop_ids(row.row, row.stop_ids)
+            if self.texts is not None:
+                self.texts.restore(row)
         for batch in message.batches:
             self._describe_batch(wire.DescribeBatch(message.seq, batch.slot, batch.fields))
         return Outcome.APPLIED
@@ -291,7 +307,7 @@ class Ledger:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.work[Field.NUM_STOP_IDS, row] = len(stop_ids)
 
-    def _finish_at_admission(self, row: int, outputs: np.ndarray) -> None:
+    def _finish_at_admission(self, row: int, outputs: np.ndarray, ends_by_string: bool) -> None:
         """Earlier outputs that had ended the request end it again: rule 3 for the last of them."""
         if not outputs.size:
             return
@@ -299,6 +315,8 @@ class Ledger:
         is_stop_id = last in self.stop_ids[row, : work[Field.NUM_STOP_IDS, row]]
         if is_stop_id and outputs.size - 1 >= work[Field.MIN_TOKENS, row]:
             self._end(row, FinishReason.STOP, last)
+        elif ends_by_string:
+            self._end(row, FinishReason.STOP, -1)
         elif work[Field.NUM_TOKENS_NO_SPEC, row] >= self.tables.layout.max_model_len:
             self._end(row, FinishReason.LENGTH, -1)
 
@@ -357,6 +375,8 @@ class Ledger:
             self._end(row, FinishReason.ABORT, -1)
         self.outbox.depart(row)
         self.before_clearing()
+        if self.texts is not None:
+            self.texts.close(row)
         num_tokens = int(self.work[Field.NUM_TOKENS, row])
         if self.logprobs is not None:
             self.logprobs.clear(row, GIVE_BACK_BYTES)

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncbook.ipc.columns import OutputColumns, block_size
+from asyncbook.ipc.columns import OutputColumns, Texts, block_size
 from asyncbook.ipc.layout import NUM_CHECKPOINTS, Field
 from asyncbook.ipc.logprobs import LogprobColumns
 from asyncbook.worker import kernels, rules
-from asyncbook.worker.logprobs import NO_ENTRIES, LogprobTable
+from asyncbook.worker.logprobs import LogprobTable
+from asyncbook.worker.row_texts import RowTexts
 
 MAX_DEPARTED_TOKEN_IDS = 1 << 24
 MAX_DEPARTED_REQUESTS = 1 << 20
@@ -32,17 +33,13 @@ class Departed(NamedTuple):
     token_ids: np.ndarray
     finish_reason: int
     stop_reason: int
+    texts: Texts | None
     logprobs: LogprobColumns | None
-
-    @property
-    def section(self) -> np.ndarray:
-        """int32: the section of the logprobs, empty where the request wants none."""
-        return NO_ENTRIES if self.logprobs is None or not self.logprobs.widths[0] else self.logprobs.section
 
     @property
     def size(self) -> int:
         """Ids, and int32 values of logprobs."""
-        return self.token_ids.size + self.section.size
+        return self.token_ids.size + (0 if self.logprobs is None else self.logprobs.size)
 
     def columns(self) -> OutputColumns:
         """A delivery of this alone."""
@@ -52,6 +49,7 @@ class Departed(NamedTuple):
             np.array([self.stop_reason]),
             np.array([self.token_ids.size]),
             self.token_ids,
+            self.texts,
             self.logprobs,
         )
 
@@ -60,11 +58,16 @@ class Outbox:
     """Rows with something to deliver (`lists[PENDING]`), and what departed requests left behind."""
 
     def __init__(
-        self, work: np.ndarray, token_ids: np.ndarray, lists: np.ndarray, lengths: np.ndarray,
-        logprobs: LogprobTable | None,
-    ) -> None:  # fmt: skip
+        self,
+        work: np.ndarray,
+        token_ids: np.ndarray,
+        lists: np.ndarray,
+        lengths: np.ndarray,
+        texts: RowTexts | None = None,
+        logprobs: LogprobTable | None = None,
+    ) -> None:
         self._work, self._token_ids, self._lists, self._lengths = work, token_ids, lists, lengths
-        self._logprobs = logprobs
+        self._texts, self._logprobs = texts, logprobs
         self._departed: deque[Departed] = deque()
         self._num_departed_token_ids = 0
         self.num_dropped_requests = 0
@@ -88,11 +91,7 @@ class Outbox:
             size = block_size(num_pending, kernels.count_pending_ids(self._work, self._lists, self._lengths))
         else:
             size = self._logprobs.size_of_all(self._lists[rules.PENDING], num_pending)
-        block = np.empty(size, np.int32)
-        n, ids_size, logprobs_size = self.take_pending(block)
-        columns = OutputColumns(n, block[:ids_size])
-        if self._logprobs is not None:
-            columns.logprobs = LogprobColumns.behind(block, n, ids_size, columns.token_ids.size, logprobs_size)
+        columns = self._take_rows(np.empty(size, np.int32), num_pending)
         if not self._departed:
             return columns
         pieces = [departed.columns() for departed in self._departed]
@@ -100,16 +99,31 @@ class Outbox:
         self._num_departed_token_ids = 0
         return OutputColumns.joined([*pieces, columns])
 
-    def take_pending(self, block: np.ndarray) -> tuple[int, int, int]:
-        """What rows have to deliver, as much as `block` has room for: (requests, values of the block in use for their
-        columns, and for the section of logprobs behind these)."""
-        logprobs_size = 0
+    def take_pending(self, block: np.ndarray) -> OutputColumns:
+        """What rows have to deliver, as much as there is room for: the block of the columns is the beginning of
+        `block`, the section of their logprobs lies behind it, and their text has room behind that. No rows where the
+        text of one alone is too much."""
+        num_pending = int(self._lengths[rules.PENDING])
+        if self._texts is None:
+            return self._take_rows(block, num_pending)
+        offsets = self._texts.measure(self._lists[rules.PENDING, :num_pending])
+        sizes = np.arange(1, num_pending + 1) + 1 + -(-offsets[1:] // 4)
+        num_rows = int(np.searchsorted(sizes, block.size // 2, side="right"))
+        return self._take_rows(block[: block.size - int(sizes[num_rows - 1])] if num_rows else block[:1], num_rows)
+
+    def _take_rows(self, block: np.ndarray, max_rows: int) -> OutputColumns:
+        work, whole, logprobs_size = self._work, block, 0
+        rows = self._lists[rules.PENDING, :max_rows].copy() if self._texts is not None else None
         if self._logprobs is not None:
-            pending, num_pending = self._lists[rules.PENDING], int(self._lengths[rules.PENDING])
-            ids_size, logprobs_size = self._logprobs.take(pending, num_pending, block)
+            ids_size, logprobs_size = self._logprobs.take(self._lists[rules.PENDING], max_rows, block)
             block = block[:ids_size]
-        n, num_token_ids = kernels.take_pending(self._work, self._token_ids, self._lists, self._lengths, block)
-        return n, block_size(n, num_token_ids), logprobs_size
+        n, num_token_ids = kernels.take_pending(work, self._token_ids, self._lists, self._lengths, block, max_rows)
+        columns = OutputColumns(n, block[: block_size(n, num_token_ids)])
+        if self._logprobs is not None:
+            columns.logprobs = LogprobColumns.behind(whole, n, columns.block.size, num_token_ids, logprobs_size)
+        if rows is not None and self._texts is not None:
+            columns.texts = self._texts.take(rows[:n], columns.finish_reasons, columns.stop_reasons)
+        return columns
 
     def take_departed(self) -> Departed | None:
         """The oldest piece of a departed request."""
@@ -142,8 +156,12 @@ class Outbox:
             token_ids = np.append(token_ids, work[Field.LAST_TOKEN_ID, row])
         logprobs = None if self._logprobs is None else self._logprobs.take_row(row)
         work[_NUM_DELIVERED, row] = work[_NUM_OUTPUT_TOKENS, row]
-        finish_reason, stop_reason = int(work[Field.FINISH_REASON, row]), int(work[Field.STOP_REASON, row])
-        self._keep(Departed(request_no, token_ids, finish_reason, stop_reason, logprobs))
+        finish_reasons, stop_reasons = work[Field.FINISH_REASON, row : row + 1], work[Field.STOP_REASON, row : row + 1]
+        stop_reasons = stop_reasons.copy()
+        texts = None
+        if self._texts is not None:
+            texts = self._texts.take(np.array([row], np.int32), finish_reasons, stop_reasons)
+        self._keep(Departed(request_no, token_ids, int(finish_reasons[0]), int(stop_reasons[0]), texts, logprobs))
 
     def remove(self, row: int) -> None:
         """The row has nothing to deliver any more."""

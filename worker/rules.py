@@ -68,6 +68,7 @@ NUM_LISTS = 3
 INT32_MIN, INT32_MAX = layout.INT32_MIN, layout.INT32_MAX
 PADDING = -1
 UNCHANGED, CHANGED, TAKES_DRAFTS = 0, 1, 2  # what a step did to a row
+TAKEN = -1  # in the place of a counter of dropped ids
 
 
 @rule
@@ -111,9 +112,9 @@ def finish(work, token_ids, is_token_ids, counters, row, finish_reason, stop_rea
 
 
 @rule
-def is_stop_id(work, stop_ids, row, token_id):
+def is_stop_id(work, stop_ids, row, num_outputs_before, token_id):
     """Whether the id ends the request: a stop or end-of-sequence id with min_tokens outputs in front of it."""
-    if work[OUTPUTS, row] - 1 < work[MIN_TOKENS, row]:
+    if num_outputs_before < work[MIN_TOKENS, row]:
         return False
     for index in range(work[NUM_STOP_IDS, row]):  # noqa: SIM110 (any() over a generator does not compile)
         if stop_ids[row, index] == token_id:
@@ -132,7 +133,7 @@ def append_id(work, token_ids, is_token_ids, stop_ids, max_model_len, row, token
         work[NUM_TOKENS, row] = position + 1
     work[OUTPUTS, row] += 1
     work[LAST_TOKEN_ID, row] = token_id
-    if is_stop_id(work, stop_ids, row, token_id):
+    if is_stop_id(work, stop_ids, row, work[OUTPUTS, row] - 1, token_id):
         return STOP
     if work[OUTPUTS, row] >= work[MAX_TOKENS, row]:
         return LENGTH
@@ -142,8 +143,28 @@ def append_id(work, token_ids, is_token_ids, stop_ids, max_model_len, row, token
 
 
 @rule
-def take_ids(work, token_ids, is_token_ids, stop_ids, counters, sampled_row, v, row, vocab_size, max_model_len):
-    """Rules 3 and 4: appends the verified ids until one of them finishes the request. Returns m, the ids kept."""
+def count_kept(work, stop_ids, sampled_row, v, row, vocab_size, max_model_len):
+    """What rules 3 and 4 would keep of the verified ids if there were no stop strings, with nothing changed: (number of
+    ids, whether the last one is a stop id)."""
+    num_outputs, num_tokens = work[OUTPUTS, row], work[NO_SPEC, row]
+    for index in range(v):
+        token_id = sampled_row[index]
+        if token_id < 0 or token_id >= vocab_size:
+            return index, False
+        if is_stop_id(work, stop_ids, row, num_outputs, token_id):
+            return index + 1, True
+        num_outputs += 1
+        num_tokens += 1
+        if num_outputs >= work[MAX_TOKENS, row] or num_tokens >= max_model_len:
+            return index + 1, False
+    return v, False
+
+
+@rule
+def take_ids(work, token_ids, is_token_ids, stop_ids, counters, sampled_row, v, row, stop_string_at, vocab_size,
+             max_model_len):  # fmt: skip
+    """Rules 3 and 4: appends the verified ids until one of them finishes the request. Returns m, the ids kept. A stop
+    string is complete with the id at `stop_string_at`, -1 for none."""
     for index in range(v):
         token_id = sampled_row[index]
         if token_id < 0 or token_id >= vocab_size:
@@ -154,8 +175,11 @@ def take_ids(work, token_ids, is_token_ids, stop_ids, counters, sampled_row, v, 
             counters[COMMITTED_TOKENS] += index
             return index
         reason = append_id(work, token_ids, is_token_ids, stop_ids, max_model_len, row, token_id)
+        stop_reason = token_id if reason == STOP else -1
+        if index == stop_string_at:
+            reason = STOP
         if reason != 0:
-            finish(work, token_ids, is_token_ids, counters, row, reason, token_id if reason == STOP else -1)
+            finish(work, token_ids, is_token_ids, counters, row, reason, stop_reason)
             counters[DROPPED_AFTER_FINISH] += v - index - 1
             counters[COMMITTED_TOKENS] += index + 1
             return index + 1
@@ -206,37 +230,58 @@ def write_drafts(work, token_ids, is_token_ids, counters, lists, lengths, draft_
 
 
 @rule
+def fate_of_ids(work, row, generation, scheduled, d):
+    """Rules 1 and 2: the counter under which the row's ids are dropped, TAKEN where they are not."""
+    if work[GENERATION, row] != generation:
+        return DROPPED_STALE
+    state = work[STATE, row]
+    if DROP_COUNTERS[state] >= 0:
+        return DROP_COUNTERS[state]
+    end = work[REMEMBERED, row] + scheduled
+    if end < work[NO_SPEC, row]:
+        return DROPPED_PARTIAL_PREFILL
+    if state == RUNNING and end > work[NO_SPEC, row] + d:
+        return DROPPED_OVERSCHEDULED
+    return TAKEN
+
+
+@rule
+def num_scheduled(work, row, scheduled, d):
+    """Tokens that the row was scheduled for; where the batch does not say, all not computed yet and the drafts."""
+    return max(work[NO_SPEC, row] - work[REMEMBERED, row], 0) + d if scheduled < 0 else scheduled
+
+
+@rule
 def step_row(work, token_ids, is_token_ids, stop_ids, counters, row_counters, sampled_row, row, generation,
-             scheduled, d, vocab_size, max_model_len):  # fmt: skip
+             scheduled, d, stop_string_at, vocab_size, max_model_len):  # fmt: skip
     """One row of a step. Returns UNCHANGED, CHANGED, or TAKES_DRAFTS: changed, and drafts may follow its ids."""
     v = count_verified(sampled_row)
     counters[SUBMITTED_TOKENS] += v
-    if work[GENERATION, row] != generation:
-        counters[DROPPED_STALE] += v
+    scheduled = num_scheduled(work, row, scheduled, d)
+    fate = fate_of_ids(work, row, generation, scheduled, d)
+    if fate != TAKEN:
+        counters[fate] += v
+        if fate == DROPPED_PARTIAL_PREFILL:
+            work[ACCEPTED, row] = 0
+            work[REMEMBERED, row] += scheduled
+            if work[STATE, row] == RUNNING:
+                work[COMPUTED, row] = work[REMEMBERED, row]
+            return CHANGED
+        if fate == DROPPED_OVERSCHEDULED:
+            work[ACCEPTED, row] = 0
+            finish(work, token_ids, is_token_ids, counters, row, ERROR, -1)
+            return CHANGED
         return UNCHANGED
-    state = work[STATE, row]
-    if DROP_COUNTERS[state] >= 0:
-        counters[DROP_COUNTERS[state]] += v
-        return UNCHANGED
-    no_spec, computed = work[NO_SPEC, row], work[REMEMBERED, row]
-    if scheduled < 0:
-        scheduled = max(no_spec - computed, 0) + d
     work[ACCEPTED, row] = 0
-    if computed + scheduled < no_spec:
-        work[REMEMBERED, row] = computed + scheduled
-        if state == RUNNING:
-            work[COMPUTED, row] = computed + scheduled
-        counters[DROPPED_PARTIAL_PREFILL] += v
-        return CHANGED
-    if state == RUNNING and computed + scheduled > no_spec + d:
-        counters[DROPPED_OVERSCHEDULED] += v
-        finish(work, token_ids, is_token_ids, counters, row, ERROR, -1)
-        return CHANGED
-    m = take_ids(work, token_ids, is_token_ids, stop_ids, counters, sampled_row, v, row, vocab_size, max_model_len)
+    is_running, computed = work[STATE, row] == RUNNING, work[REMEMBERED, row]
+    m = take_ids(
+        work, token_ids, is_token_ids, stop_ids, counters, sampled_row, v, row, stop_string_at, vocab_size,
+        max_model_len,
+    )  # fmt: skip
     # A preempted row may have been scheduled for any number: what is remembered must stay an int32.
     computed = min(max(computed + scheduled - (d + 1 - m), 0), INT32_MAX)
     work[REMEMBERED, row] = computed
-    if state == RUNNING:
+    if is_running:
         work[COMPUTED, row] = computed
     if d > 0 and v > 0:
         count_draft_round(work, counters, row_counters, row, d, v, m)

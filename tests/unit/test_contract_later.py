@@ -12,12 +12,11 @@ from asyncbook import Book
 from tests.conftest import MakeBook, refused, step
 
 CALLS: dict[str, Callable[[Book], Any]] = {
-    "stream": lambda book: book.stream("a"),
     "address": lambda book: book.address,
     "to_device": lambda book: book.frame().to_device(),
     "torch": lambda book: book.frame().torch,
 }
-OPTIONS: dict[str, Any] = {"tokenizer": "tokenizer.json", "device": "cuda:0"}
+OPTIONS: dict[str, Any] = {"device": "cuda:0"}
 
 
 @pytest.mark.parametrize("name", CALLS)

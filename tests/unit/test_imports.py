@@ -64,6 +64,11 @@ jit.compile_all()
     assert {name.split(".")[1] for name in ours} == {"ipc", "worker"}
 
 
+def test_text_loads_its_library_when_rows_are_made(tmp_path: Path) -> None:
+    loaded = loaded_after("import asyncbook.worker.text", tmp_path)
+    assert loaded.isdisjoint({"tokenizers", "torch", "transformers", "asyncio"})
+
+
 def test_the_running_sidecar_has_loaded_no_library_of_torch() -> None:
     import asyncbook
     from asyncbook import BookConfig

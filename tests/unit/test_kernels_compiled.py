@@ -12,9 +12,10 @@ import pytest
 from numba.core.errors import NumbaError
 
 from asyncbook.ipc import jit, logprob_staging, staging
-from asyncbook.worker import kernels, logprob_kernels, rules
+from asyncbook.worker import kernels, logprob_kernels, rules, text_kernels
 
-assert all((kernels, logprob_kernels, logprob_staging))  # imported for their kernels, which register themselves
+# Imported for their kernels, which register themselves.
+assert all((kernels, logprob_kernels, logprob_staging, text_kernels))
 KERNELS = {compiled.py_func.__name__: (compiled, signatures) for compiled, signatures in jit._kernels}
 
 
@@ -33,16 +34,8 @@ def llvm_of(name: str) -> str:
 
 
 def test_these_are_the_kernels() -> None:
-    assert {
-        "apply_step",
-        "end_row",
-        "clear_row",
-        "take_pending",
-        "stage",
-        "fill_slot",
-        "store_logprobs",
-        "stage_logprobs",
-    } <= set(KERNELS)
+    named = {"apply_step", "end_row", "clear_row", "take_pending", "stage", "fill_slot", "append_text", "take_text"}
+    assert named | {"stage_logprobs", "store_logprobs", "fit_logprobs", "take_logprobs"} <= set(KERNELS)
     assert len(KERNELS) == len(jit._kernels)
 
 

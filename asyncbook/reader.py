@@ -1,0 +1,123 @@
+"""Reading what a book delivers: all of it at once, as it comes, or one request at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+
+from asyncbook.ipc.errors import BookClosed, InvalidRequest
+from asyncbook.outputs import StepOutputs
+from asyncbook.rows import HeldRow, Row, RowRegistry
+from asyncbook.streams import RequestOutput, RequestStream, Streams
+
+
+class OutputsReader(ABC):
+    """The part of a book that its outputs are read from."""
+
+    _rows: RowRegistry
+
+    def __init__(self) -> None:
+        self._streams = Streams(self._wake_readers)
+        self._is_closed = False
+
+    # Where a book differs from another
+
+    @abstractmethod
+    def _take_outputs(self) -> StepOutputs | None:
+        """The next delivery, None where there is none."""
+
+    @abstractmethod
+    def _await_flushed(self) -> None:
+        """Until the outputs of all applied steps can be taken."""
+
+    @abstractmethod
+    async def _await_outputs(self) -> None:
+        """Until there may be a delivery to take, a stream may have got one, or the book is closed."""
+
+    @abstractmethod
+    def _wake_readers(self) -> None:
+        """Ends every `_await_outputs`."""
+
+    @abstractmethod
+    def abort(self, row: Row) -> None:
+        """See `Book.abort`."""
+
+    def _check_alive(self) -> None:
+        """Raises what ended the book, if something did."""
+        if self._is_closed:
+            raise BookClosed("the book is closed")
+
+    # Reading
+
+    def poll_outputs(self) -> list[StepOutputs]:
+        """What was delivered since the last call, all outputs of the applied steps among it. Does not wait for more.
+        Requests that have a `stream` are not among it."""
+        self._await_flushed()
+        while self._sort_next():
+            pass
+        outputs = []
+        while (step_outputs := self._streams.next_unclaimed()) is not None:
+            outputs.append(step_outputs)
+        if not outputs and not self._is_closed:
+            self._check_alive()
+        return outputs
+
+    def _sort_next(self) -> bool:
+        """The next delivery to whom it belongs; False where there is none."""
+        step_outputs = self._take_outputs()
+        if step_outputs is not None:
+            self._streams.sort(step_outputs)
+        return step_outputs is not None
+
+    async def outputs(self) -> AsyncIterator[StepOutputs]:
+        """What is delivered, as it comes, until the book is closed. Requests that have a `stream` are not among it."""
+        while True:
+            step_outputs = self._streams.next_unclaimed()
+            if step_outputs is not None:
+                yield step_outputs
+            elif not self._sort_next():
+                if self._is_closed:
+                    return
+                await self._await_outputs()
+
+    def stream(self, request_id: str, *, abort_on_cancel: bool = False) -> AsyncIterator[RequestOutput]:
+        """The outputs of one live request, from those not read yet on, until its end. A slow reader gets bigger pieces.
+
+        With `abort_on_cancel`, a reader that goes before the end takes the request along. Raises `InvalidRequest` for a
+        request that is not live, or has a stream.
+        """
+        admission = self._rows.held(self._rows.live_row(request_id))
+        try:
+            stream = self._streams.open(admission.request_no)
+        except KeyError:
+            raise InvalidRequest(f"request {request_id!r} has a stream already, expected one at most") from None
+        return self._stream(admission, stream, abort_on_cancel)
+
+    async def _stream(
+        self, admission: HeldRow, stream: RequestStream, abort_on_cancel: bool
+    ) -> AsyncIterator[RequestOutput]:
+        has_ended = False
+        try:
+            while not has_ended:
+                while self._sort_next():
+                    pass
+                piece = stream.take()
+                if piece is not None:
+                    has_ended = piece.is_finished
+                    yield piece
+                elif self._is_closed:
+                    return
+                else:
+                    await self._await_outputs()
+        finally:
+            self._streams.close(admission.request_no, stream)
+            if abort_on_cancel and not has_ended and not self._is_closed:
+                self._abort_admitted(admission)
+
+    def _abort_admitted(self, admission: HeldRow) -> None:
+        """Aborts the request, unless it is gone and perhaps another one has its id. Its row may have been renamed."""
+        with contextlib.suppress(InvalidRequest):
+            row = self._rows.live_row(admission.request_id)
+            if self._rows.held(row) is admission:
+                self.abort(row)

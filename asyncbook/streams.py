@@ -1,0 +1,116 @@
+"""Outputs of single requests: taken out of what a book delivers, for whoever asked for just that request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncbook.ipc.layout import FinishReason
+from asyncbook.output_logprobs import TokenLogprobs
+from asyncbook.outputs import StepOutputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestOutput:
+    """What is new of one request since the last piece. `text` is None in a book without a tokenizer; `stop_reason` is
+    the id or the string that stopped it. `logprobs`: for each id, those that the request asked for;
+    `cumulative_logprob`: of all ids so far; both None without. `step`: the last step that is in it."""
+
+    request_id: str
+    step: int
+    token_ids: np.ndarray  # int32
+    text: str | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether this is the last piece."""
+        return self.finish_reason is not FinishReason.NONE
+
+
+class RequestStream:
+    """Pieces of one request that nobody took yet."""
+
+    def __init__(self) -> None:
+        self._pieces: list[RequestOutput] = []
+
+    def add(self, piece: RequestOutput) -> None:
+        """The next piece."""
+        self._pieces.append(piece)
+
+    def take(self) -> RequestOutput | None:
+        """All that there is as one piece, the bigger the longer nobody came; None where there is nothing."""
+        if not self._pieces:
+            return None
+        pieces, self._pieces = self._pieces, []
+        last = pieces[-1]
+        if len(pieces) == 1:
+            return last
+        texts = [piece.text for piece in pieces if piece.text is not None]
+        return RequestOutput(
+            last.request_id,
+            last.step,
+            np.concatenate([piece.token_ids for piece in pieces]),
+            "".join(texts) if last.text is not None else None,
+            last.finish_reason,
+            last.stop_reason,
+            None if last.logprobs is None else [one for piece in pieces for one in piece.logprobs or []],
+            last.cumulative_logprob,
+        )
+
+
+class Streams:
+    """The open streams of a book, and the deliveries that belong to none of them."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._streams: dict[int, RequestStream] = {}  # by request number: an id may be used again
+        self._unclaimed: deque[StepOutputs] = deque()
+        self._wake = wake
+
+    def open(self, request_no: int) -> RequestStream:
+        """A stream, with what was delivered and not read yet. Raises `KeyError` where the request has one."""
+        if request_no in self._streams:
+            raise KeyError(request_no)
+        stream = self._streams[request_no] = RequestStream()
+        waiting, self._unclaimed = self._unclaimed, deque()
+        for step_outputs in waiting:
+            self.sort(step_outputs)
+        return stream
+
+    def close(self, request_no: int, stream: RequestStream) -> None:
+        """What comes later of the request goes to whoever reads everything."""
+        if self._streams.get(request_no) is stream:
+            del self._streams[request_no]
+
+    def sort(self, step_outputs: StepOutputs) -> None:
+        """A delivery: to each stream its share, and the rest to whoever reads everything."""
+        if self._streams:
+            step_outputs = self._without_claimed(step_outputs)
+        if len(step_outputs):
+            self._unclaimed.append(step_outputs)
+
+    def _without_claimed(self, step_outputs: StepOutputs) -> StepOutputs:
+        request_nos = step_outputs.request_nos.tolist()
+        claimed = [i for i, request_no in enumerate(request_nos) if request_no in self._streams]
+        if not claimed:
+            return step_outputs
+        rest = np.setdiff1d(np.arange(len(step_outputs)), claimed)
+        deltas = list(step_outputs)
+        for i in claimed:
+            request_id, token_ids, finish_reason, stop_reason, text, *logprobs = deltas[i]
+            piece = RequestOutput(request_id, step_outputs.step, token_ids, text, finish_reason, stop_reason, *logprobs)
+            self._streams[request_nos[i]].add(piece)
+            if piece.is_finished:  # the number will be another request's
+                del self._streams[request_nos[i]]
+        self._wake()
+        return step_outputs.select(rest)
+
+    def next_unclaimed(self) -> StepOutputs | None:
+        """The oldest delivery that belongs to no stream."""
+        return self._unclaimed.popleft() if self._unclaimed else None
