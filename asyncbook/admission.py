@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncbook.config import BookConfig, RequestParams, is_int
 from asyncbook.ipc.errors import InvalidRequest, InvalidToken, PromptTooLong
+from asyncbook.ipc.wire import MAX_REQUEST_ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,11 @@ def check_request(
     if not isinstance(request_id, str):
         raise InvalidRequest(f"request_id is {request_id!r}, expected a string")
     try:
-        request_id.encode()
+        num_bytes = len(request_id.encode())
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"request_id is {request_id!r}, which is no text: {error}") from None
+    if num_bytes > MAX_REQUEST_ID_BYTES:
+        raise InvalidRequest(f"request_id {request_id[:20]!r}... has {num_bytes} bytes, at most {MAX_REQUEST_ID_BYTES}")
     if not isinstance(params, RequestParams):
         raise InvalidRequest(f"request {request_id!r}: params is {params!r}, expected RequestParams")
     params.check(has_tokenizer=config.tokenizer is not None)

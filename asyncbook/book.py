@@ -9,9 +9,9 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -30,25 +30,30 @@ from asyncbook.ipc.errors import (
     PeerError,
 )
 from asyncbook.ipc.histogram import bucket_of
-from asyncbook.ipc.layout import INT32_MAX, NUM_HISTOGRAM_BUCKETS, Counter, RowCounter, Word
+from asyncbook.ipc.layout import INT32_MAX, Counter, RowCounter, RunnerHistogram, SubmissionWord, Word
 from asyncbook.ipc.layout import Histogram as HistogramRow
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import Segment
+from asyncbook.on_device import DeviceSide
 from asyncbook.outputs import RequestNames
 from asyncbook.reader import OutputsReader
 from asyncbook.rows import HeldRow, Row, RowRegistry
 from asyncbook.staging import NotAsTheyAre
-from asyncbook.stats import (
-    Histogram,
-    SpecDecodeStats,
-    Stats,
-    make_stats,
-    spec_decode_stats,
-)
+from asyncbook.stats import Histogram, SpecDecodeStats, Stats, StepHistogram, make_stats, spec_decode_stats
+
+_SUBMITTED_STEP, _FIRST_NS = int(SubmissionWord.STEP), int(SubmissionWord.FIRST_NS)
+
+if TYPE_CHECKING:
+    from asyncbook.device.link import DeviceLink
+
+
+_PLAIN = (np.ndarray, type(None))  # drafts that need no look
 
 
 class Book(OutputsReader):
     """A book, used from one thread. Made by `asyncbook.open` or `asyncbook.spawn`."""
+
+    _has_ring = False  # whether somebody takes steps from the sample ring
 
     def __init__(self, config: BookConfig, segment: Segment) -> None:
         super().__init__()
@@ -63,11 +68,18 @@ class Book(OutputsReader):
         self._counters = self._layout.counters.view(memory)
         self._row_counters = self._layout.row_counters.view(memory)
         self._histograms = self._layout.histograms.view(memory)
+        runner_part, base = segment.runner_part(), self._layout.runner_offset
+        # Single words: a memoryview gives and takes them for a fraction of what an array asks.
+        self._submissions = self._layout.submissions.view(runner_part, base).data
+        self._runner_histograms = self._layout.runner_histograms.view(runner_part, base)
+        self._submit_histogram = self._runner_histograms[RunnerHistogram.SUBMIT].data
+        self._read_histogram = self._runner_histograms[RunnerHistogram.READ].data
+        self._num_ring_slots = self._layout.num_ring_slots
+        self._read_step = 0  # the last one whose frame was looked at
         self._published_step = SharedWord(self._layout.words.view(memory), Word.PUBLISHED_STEP)
         self._rows = RowRegistry(config.max_num_reqs)
         self._names = RequestNames(has_texts=config.tokenizer is not None)
         self._slots = BatchSlots()
-        self._submit_histogram = [0] * NUM_HISTOGRAM_BUCKETS
         self._max_in_flight = config.max_in_flight
         self._max_width = 1 + config.num_spec_tokens
         self._max_logprobs_width = 0 if config.max_logprobs is None else 1 + config.max_logprobs
@@ -75,6 +87,8 @@ class Book(OutputsReader):
         self._known_applied_step = 0
         self._seq = 0
         self._ended_by: PeerError | None = None  # what ended the book, once that is known: later calls fail at once
+        self._device = DeviceSide(config.device, segment, self._frames, has_ring=self._has_ring)
+        self._copies = self._device.copies
 
     # Where a book differs from another
 
@@ -233,6 +247,8 @@ class Book(OutputsReader):
                 f"step {step} does not fit: step {self._known_applied_step} is applied, "
                 f"at most {self._max_in_flight} may be in flight"
             )
+        if self._copies.pending:
+            self._copies.check_room(step)
         if draft_token_ids is not None and self.config.num_spec_tokens == 0:
             raise InvalidBatch("draft_token_ids came, but the book was made with num_spec_tokens=0")
         if logprobs is not None and self._max_logprobs_width == 0:
@@ -240,19 +256,47 @@ class Book(OutputsReader):
         if batch.registry is not self._rows:
             raise InvalidBatch("the batch is another book's, expected one that this book's batch() made")
         n = len(batch.rows)
-        if type(sampled_token_ids) is not np.ndarray:
-            sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
-        try:
-            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
-        except NotAsTheyAre:
-            # This says what is wrong with the ids, or mends it.
-            sampled_token_ids = check_ids("sampled_token_ids", sampled_token_ids, n, self._max_width)
-            if draft_token_ids is not None:
-                draft_token_ids = check_ids("draft_token_ids", draft_token_ids, n, self._max_width - 1)
-            self._send_step(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
+        self._submissions[_FIRST_NS + step % self._num_ring_slots] = start_ns
+        self._submissions[_SUBMITTED_STEP] = step
+        if type(sampled_token_ids) is np.ndarray and type(draft_token_ids) in _PLAIN:
+            self._send_arrays(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
+        else:
+            self._send_tensors(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
         self._submitted_step = step
         self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
         return step
+
+    def _send_arrays(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
+        try:
+            self._send_step(step, batch, n, sampled, drafts, logprobs)
+        except NotAsTheyAre:
+            # This says what is wrong with the ids, or mends it.
+            sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)
+            if drafts is not None:
+                drafts = check_ids("draft_token_ids", drafts, n, self._max_width - 1)
+            self._send_step(step, batch, n, sampled, drafts, logprobs)
+
+    def _send_tensors(self, step: int, batch: Batch, n: int, sampled: Any, drafts: Any, logprobs: Any) -> None:
+        """`_send_arrays` for ids that are no arrays, or not both: on a device, or tensors of the CPU."""
+        link = self._device.link_to(sampled, drafts)
+        if link is not None:
+            widths = self._max_width, self._max_width - 1
+            sampled, drafts = link.check_or_fetch(
+                ("sampled_token_ids", "draft_token_ids"), (sampled, drafts), n, widths
+            )
+            if link.brings_ids:
+                if logprobs is not None:
+                    raise NotImplementedError("logprobs with ids on a device are not part of this version yet")
+                self._send_from_device(link, step, batch, n, sampled, drafts)
+                return
+        sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)
+        self._send_arrays(step, batch, n, sampled, drafts, logprobs)
+
+    def _send_from_device(self, link: DeviceLink, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
+        """`_send_step` for ids on a device that brings them. Those of the CPU may be arrays or tensors."""
+        raise NotImplementedError
 
     @abstractmethod
     def _send_step(
@@ -274,11 +318,16 @@ class Book(OutputsReader):
 
     def wait_room(self, timeout_s: float | None = None) -> None:
         """Until one more `submit` fits. Raises `SidecarTimeout`, `SidecarDied`."""
+        deadline = None if timeout_s is None else monotonic() + timeout_s
         self.wait_applied(self._room_step(), timeout_s)
+        if self._copies.pending:
+            self._copies.wait_room(self._submitted_step + 1, deadline)
 
     async def room(self) -> None:
         """`wait_room` for an event loop."""
         await self.applied(self._room_step())
+        if self._copies.pending:
+            await self._copies.room(self._submitted_step + 1)
 
     def _check_submitted(self, step: int) -> None:
         if step > self._submitted_step:
@@ -305,7 +354,11 @@ class Book(OutputsReader):
         elif step > applied_step:
             raise NotApplied(f"step {step} is not applied, the last applied one is step {applied_step}")
         self._check_frame(step)
-        return Frame(step, self._frames, self._check_frame)
+        frame = Frame(step, self._frames, self._copies, self._check_frame)
+        if step > self._read_step:
+            self._read_step = step
+            self._read_histogram[bucket_of(monotonic_ns() - frame.published_ns)] += 1
+        return frame
 
     def _check_frame(self, step: int) -> None:
         if step < 0 or self._submitted_step - step >= self._frames.num_frames:
@@ -336,8 +389,8 @@ class Book(OutputsReader):
         return self._token_ids[row.index, held.num_prompt_tokens : num_tokens_no_spec]
 
     def stats(self) -> Stats:
-        """Counters as of now; those of a step that is applied are in."""
-        applied_step = self.applied_step
+        """Counters as of now; those of a step that is applied are in. Changes nothing: any thread may call it."""
+        applied_step = self._published_step.load_acquire()
         return make_stats(
             self._counters.copy(),
             submitted_steps=self._submitted_step,
@@ -345,9 +398,19 @@ class Book(OutputsReader):
             num_rows_held=self._rows.num_held,
             num_rows_free=self.config.max_num_reqs - self._rows.num_held,
             messages=self._seq,
-            submit_us=Histogram(np.array(self._submit_histogram, np.int64)),
+            num_restarts=self.num_restarts,
+            submit_us=Histogram(self._runner_histograms[RunnerHistogram.SUBMIT].copy()),
+            queue_us=Histogram(self._histograms[HistogramRow.QUEUE].copy()),
             apply_us=Histogram(self._histograms[HistogramRow.APPLY].copy()),
+            wait_for_tokens_us=Histogram(self._histograms[HistogramRow.WAIT_FOR_TOKENS].copy()),
+            read_us=Histogram(self._runner_histograms[RunnerHistogram.READ].copy()),
+            lag_steps=StepHistogram(self._histograms[HistogramRow.LAG].copy()),
         )
+
+    @property
+    def num_restarts(self) -> int:
+        """How often another sidecar took the book over."""
+        return 0
 
     def spec_decode_stats(self, row: Row | None = None) -> SpecDecodeStats:
         """What verification accepted so far, in total or for the request in a row; all applied steps are in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,11 @@ from asyncbook.ipc.layout import (
     NO_LOGPROBS,
     Layout,
 )
+from asyncbook.ipc.wire import MAX_STOP_IDS
 
 TRANSPORTS = ("zmq", "ring")
 RESTARTS = ("replay", "fail")
+_DEVICE = re.compile(r"(cuda|fake)(:\d+)?")  # "fake" is for tests, see device/fake.py
 IDLE_POLICIES = ("spin-then-sleep", "cadence")  # the names in worker/idle.py, which the runner does not import
 
 
@@ -41,6 +44,8 @@ class BookConfig:
     step; at most `max_in_flight` steps submitted and not yet applied. `max_logprobs`: the most top logprobs that a
     request may ask for; 0: the sampled ids' only; None: none. `spin_us`: how long an idle sidecar looks for work before
     it sleeps; `idle_policy`: how it waits (`worker/idle.py`). `sidecar_cpu`: the core it is bound to.
+    `device`: "cuda:0", whose tensors `submit` takes and `Frame.to_device` makes; the sample ring and the frames are
+    pinned for it in the runner, where that is possible.
     `start_timeout_s`: how long `spawn` waits for it (kernels that must be compiled first do not count).
     """
 
@@ -74,6 +79,8 @@ class BookConfig:
             raise ValueError(f"restart is {self.restart!r}, expected one of {', '.join(RESTARTS)}")
         if self.idle_policy not in IDLE_POLICIES:
             raise ValueError(f"idle_policy is {self.idle_policy!r}, expected one of {', '.join(IDLE_POLICIES)}")
+        if self.device is not None and not (isinstance(self.device, str) and _DEVICE.fullmatch(self.device)):
+            raise ValueError(f"device is {self.device!r}, expected None, 'cuda' or 'cuda:' and a number")
         if self.sidecar_cpu is not None and self.sidecar_cpu not in os.sched_getaffinity(0):
             usable = sorted(os.sched_getaffinity(0))
             raise ValueError(f"sidecar_cpu is {self.sidecar_cpu!r}, expected a core this process may use: {usable}")
@@ -88,8 +95,6 @@ class BookConfig:
             raise ValueError(f"tokenizer is {path!r}, expected the path of a tokenizer.json")
         if path is not None and importlib.util.find_spec("tokenizers") is None:
             raise ImportError('a book with a tokenizer needs the tokenizers library: pip install "asyncbook[text]"')
-        if self.device is not None:
-            raise _not_yet("device (pinned frames)")
 
     @property
     def tokenizer_path(self) -> str | None:
@@ -131,6 +136,9 @@ class RequestParams:
             _check_ids("eos_token_id", self.eos_token_id)
         _check_ids("eos_token_id", self.eos_token_ids)
         _check_ids("stop_token_ids", self.stop_token_ids)
+        num_stop_ids = len(self.eos_token_ids) + len(self.stop_token_ids)
+        if num_stop_ids > MAX_STOP_IDS:
+            raise InvalidRequest(f"eos_token_id and stop_token_ids hold {num_stop_ids} ids, at most {MAX_STOP_IDS}")
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the string {self.stop!r}, expected a sequence of strings")
         _check_strings("stop", self.stop)

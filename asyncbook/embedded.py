@@ -1,4 +1,8 @@
-"""A book without a process: every call is applied before it returns."""
+"""A book without a process: every call is applied before it returns.
+
+What a step has to deliver is gathered by the poll that asks for it, or else by the next call: between two forward
+passes it would be in the way.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +79,7 @@ class EmbeddedBook(Book):
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
         self._logprobs_area = LogprobsArea(np.zeros(self._layout.ring_logprobs.shape[1], np.int32))
         self._queue = OutputQueue()
+        self._has_gathered = True  # what the last step had to deliver is in the queue
         self._bookkeeper = Bookkeeper(
             self._layout, self._segment.writable(), config.vocab_size, self._queue, text_rows=text_rows
         )
@@ -89,15 +94,25 @@ class EmbeddedBook(Book):
         slot = self._known_slot(batch)
         seq = self._next_seq()
         area = self._area
+        if not self._has_gathered:
+            self._gather()
         self._bookkeeper.apply_step(
             seq, step, slot, area.sampled, width, area.drafts, draft_width, self._logprobs_area.entries, logprobs_width
         )  # fmt: skip
         self._seq = seq
-        self._bookkeeper.flush()
+        self._has_gathered = False
+        self._queue.wake_readers()
 
     def _send(self, message: wire.AnyCommand) -> None:
+        if not self._has_gathered:
+            self._gather()
         self._bookkeeper.apply(message)
         self._bookkeeper.flush()
+
+    def _gather(self) -> bool:
+        """Takes what is to be delivered into the queue; False where it has no room for all."""
+        self._has_gathered = True
+        return self._bookkeeper.flush()
 
     def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         self._check_submitted(step)
@@ -106,6 +121,8 @@ class EmbeddedBook(Book):
         self._check_submitted(step)
 
     def _take_outputs(self) -> StepOutputs | None:
+        if not self._has_gathered:
+            self._gather()
         taken = self._queue.take()
         if taken is None and not self._is_closed and self._bookkeeper.flush():
             taken = self._queue.take()  # what the full queue had no room for
@@ -115,7 +132,8 @@ class EmbeddedBook(Book):
         pass
 
     async def _await_outputs(self) -> None:
-        await self._queue.wait()
+        if self._has_gathered:  # else something came while a delivery was handed out
+            await self._queue.wait()
 
     def _wake_readers(self) -> None:
         self._queue.wake_readers()
@@ -126,6 +144,9 @@ class EmbeddedBook(Book):
 
     def close(self) -> None:
         if not self._is_closed:
+            if not self._has_gathered:
+                self._gather()
             self._is_closed = True
+            self._device.close()
             self._segment.close()
             self._queue.wake_readers()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from asyncbook.ipc.layout import COLUMN_DTYPES, FINISH_REASON_COLUMN, Column, Layout, Stamp
+
+if TYPE_CHECKING:
+    from asyncbook.copies import FrameCopies
+    from asyncbook.device.columns import TensorColumns
 
 Columns = dict[str, np.ndarray]
 
@@ -17,6 +21,8 @@ class FrameViews:
     """Read-only views of every slot of the frame ring, made once a book."""
 
     def __init__(self, layout: Layout, memory: memoryview) -> None:
+        self._layout, self._memory = layout, memory
+        self._tensors: dict[int, TensorColumns] = {}
         self.num_frames = layout.num_frames
         self.columns = [self._columns(layout, memory, slot) for slot in range(layout.num_frames)]
         self.stamps = layout.stamps.view(memory)
@@ -29,6 +35,15 @@ class FrameViews:
         columns[FINISH_REASON_COLUMN] = layout.frame_uint8(slot).view(memory)[:n]
         return columns
 
+    def tensors(self, slot: int) -> TensorColumns:
+        """The columns of a slot as CPU tensors over the same memory, made when they are first asked for."""
+        if slot not in self._tensors:
+            from asyncbook.device.columns import TensorColumns, tensor_at
+
+            block = tensor_at(self._memory, self._layout.frame_int32(slot).offset, self._layout.frame_bytes)
+            self._tensors[slot] = TensorColumns(self._layout, block)
+        return self._tensors[slot]
+
 
 class Frame:
     """Every column as of `step`, each of shape [max_num_reqs].
@@ -37,10 +52,11 @@ class Frame:
     the frame, raise `FrameExpired` when the memory may have been given to a later step. To keep values longer, copy.
     """
 
-    __slots__ = ("_check", "_columns", "_stamp", "step")
+    __slots__ = ("_check", "_columns", "_copies", "_stamp", "_views", "step")
 
-    def __init__(self, step: int, views: FrameViews, check: Callable[[int], None]) -> None:
+    def __init__(self, step: int, views: FrameViews, copies: FrameCopies, check: Callable[[int], None]) -> None:
         self.step = step
+        self._views, self._copies = views, copies
         slot = step % views.num_frames
         self._columns = views.columns[slot]
         self._stamp = views.stamps[slot]
@@ -125,11 +141,18 @@ class Frame:
         """How long the bookkeeper worked on the step, outputs aside."""
         return self.published_ns - self.apply_start_ns
 
-    def to_device(self, stream: Any = None) -> Any:
-        """All columns on the book's device, by one copy."""
-        raise NotImplementedError("Frame.to_device (pinned frames) is not part of this version of asyncbook yet")
+    def to_device(self, stream: Any = None) -> TensorColumns:
+        """All columns as tensors on the book's device, by one copy on `stream`, by default the device's current one.
+
+        Returns at once; what is run on that stream afterwards sees the columns. Until the copy is done the frame is
+        not overwritten: a `submit` that would do so raises `InFlightFull`, and `room` waits for the copy. Without a
+        device, and where its memory cannot be pinned, the copy is done when this returns. Raises `FrameExpired`.
+        """
+        self._check(self.step)
+        return self._copies.copy(self.step, stream)
 
     @property
-    def torch(self) -> Any:
-        """All columns as CPU tensors that share the frame's memory."""
-        raise NotImplementedError("Frame.torch (pinned frames) is not part of this version of asyncbook yet")
+    def torch(self) -> TensorColumns:
+        """All columns as CPU tensors that share the frame's memory, as long as the frame holds. For reading only: the
+        memory is mapped read-only, torch cannot know that, and a write through them ends the process (SIGSEGV)."""
+        return self._views.tensors(self.step % self._views.num_frames)

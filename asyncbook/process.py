@@ -46,8 +46,9 @@ class SidecarProcess:
         finally:
             os.close(lifetime_read)
         self.pid = self._popen.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = -1
         try:
+            self.pidfd = os.pidfd_open(self.pid)
             self._hand_over_setup(config, channel.directory, is_restart)
         except BaseException:
             self.kill()
@@ -59,14 +60,20 @@ class SidecarProcess:
         command = [sys.executable, "-P", "-m", SIDECAR_MODULE, *map(str, descriptors)]
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with self._log_path.open("wb") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=descriptors,
-                env=environment,
-            )
+            # The sidecar inherits the mask, and lifts it once it ignores these: until then they would end it. Meant for
+            # the runner, they reach it a moment later.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, wire.RUNNER_SIGNALS)
+            try:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=descriptors,
+                    env=environment,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _hand_over_setup(self, config: BookConfig, directory: Path, is_restart: bool) -> None:
         setup = wire.encode(
@@ -78,6 +85,8 @@ class SidecarProcess:
                 config.spin_us,
                 config.idle_policy,
                 config.sidecar_cpu,
+                os.getpid(),
+                wire.max_command_bytes(config.layout),
                 is_restart,
                 wire.schema_hash(),
             )
@@ -85,7 +94,8 @@ class SidecarProcess:
         try:
             os.write(self._lifetime, wire.SETUP_LENGTH.pack(len(setup)) + setup)
         except BrokenPipeError:
-            raise self._died_while_starting() from None
+            if not is_restart:  # else its end is noticed like any other, and counted
+                raise self._died_while_starting() from None
 
     def shake_hands(self, timeout_s: float) -> None:
         """Until the sidecar is ready. Raises `HandshakeFailed` or `LayoutMismatch`, with the sidecar ended."""
@@ -119,11 +129,12 @@ class SidecarProcess:
 
     def has_become_ready(self) -> bool:
         """Whether a sidecar that nobody waits for has said that it is ready. Raises where it refuses; one that cannot
-        start will end, which is noticed elsewhere."""
+        start will end, which is noticed elsewhere. Receives all that came: a channel's descriptor tells of nothing more
+        before that."""
+        is_ready = False
         while (data := self._channel.receive_event()) is not None:
-            if self._is_ready(self._decode(data)):
-                return True
-        return False
+            is_ready |= self._is_ready(self._decode(data))
+        return is_ready
 
     def _is_ready(self, event: wire.AnyEvent) -> bool:
         if isinstance(event, wire.Compiling):

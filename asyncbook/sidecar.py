@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from asyncbook.batch import Batch, check_ids
 from asyncbook.book import Book
 from asyncbook.config import BookConfig
 from asyncbook.ipc import jit, wire
-from asyncbook.ipc.channel import RunnerChannel
-from asyncbook.ipc.errors import BadMessage, HandshakeFailed, InFlightFull, SidecarDied, SidecarTimeout
+from asyncbook.ipc.channel import MAX_QUEUED_COMMANDS, RunnerChannel
+from asyncbook.ipc.errors import BadMessage, HandshakeFailed, InFlightFull, PeerError, SidecarDied, SidecarTimeout
 from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
 from asyncbook.ipc.outputs_log import OutputsLogReader
 from asyncbook.ipc.publish import OwnWord, fence
@@ -29,13 +29,19 @@ from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
 from asyncbook.supervisor import Link, Supervisor
 from asyncbook.waiting import DescriptorWaiters
 
+if TYPE_CHECKING:
+    from asyncbook.device.link import DeviceLink
+
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
 SEND_TIMEOUT_MS = 100
 FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs; a live sidecar needs microseconds
+RECOVERY_AT_CLOSE_S = 5.0
 
 
 class SidecarBook(Book):
     """Made by `asyncbook.spawn`; ready when that returns."""
+
+    _has_ring = True
 
     def __init__(self, config: BookConfig, segment: Segment, channel: RunnerChannel, process: SidecarProcess) -> None:
         super().__init__(config, segment)
@@ -51,10 +57,13 @@ class SidecarBook(Book):
         self._waits_for_room = SharedWord(words, Word.WAITS_FOR_ROOM)
         self._outputs_log = OutputsLogReader(self._layout, memory, runner_part)
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
-        self._ring = SampleRingWriter(self._layout, runner_part, words) if config.transport == "ring" else None
-        entries = self._ring.logprobs if self._ring else [np.zeros(self._layout.ring_logprobs.shape[1], np.int32)]
-        self._logprobs_areas = [LogprobsArea(slot) for slot in entries]  # by ring slot
         self._checkpoint_seq = SharedWord(words, Word.CHECKPOINT_SEQ)
+        self._ring = SampleRingWriter(self._layout, runner_part, words)
+        self._sends_by_ring = config.transport == "ring"
+        own = [np.zeros(self._layout.ring_logprobs.shape[1], np.int32)]  # where steps are sent as messages
+        # By ring slot, else the one.
+        self._logprobs_areas = [LogprobsArea(slot) for slot in (self._ring.logprobs if self._sends_by_ring else own)]
+        self._applied_seq = SharedWord(words, Word.APPLIED_SEQ)
         self._channel = channel
         self._process = process
         self._journal = Journal()
@@ -81,7 +90,11 @@ class SidecarBook(Book):
             self._check_alive()
         if not self._supervisor.is_down and self._channel.send_command(data):
             return
+        if not self._supervisor.is_down and seq - self._applied_seq.load_acquire() < MAX_QUEUED_COMMANDS:
+            self._supervisor.wait_noticed()  # the queue has room: the sidecar is about to end
         self._check_alive()
+        if not self._supervisor.is_down and self._channel.send_command(data):
+            return  # to the next one
         if not self._supervisor.is_down or len(self._journal) >= MAX_MESSAGES:
             raise InFlightFull(f"message {seq} does not fit: the sidecar has not taken the ones before it")
 
@@ -92,7 +105,7 @@ class SidecarBook(Book):
     def _send_step(
         self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
     ) -> None:
-        if self._ring is not None:
+        if self._sends_by_ring:
             self._fill_ring(self._ring, step, batch, n, sampled, drafts, logprobs)
             return
         area = self._area
@@ -145,6 +158,29 @@ class SidecarBook(Book):
         if filled < 0:
             self._channel.ring_doorbell()
 
+    def _send_from_device(self, link: DeviceLink, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
+        # Whatever the transport is: the sample ring is where a device can write.
+        if self._supervisor.is_down:
+            self._check_alive()
+        ring, most = self._ring, self.config.num_spec_tokens
+        widths, brought = [0, 0], [None, None]
+        targets = ring.token_ids, ring.draft_token_ids
+        for index, (name, ids) in enumerate((("sampled_token_ids", sampled), ("draft_token_ids", drafts))):
+            if self._device.holds(ids):
+                widths[index], brought[index] = ids.shape[1] if ids.dim() == 2 else 1, ids
+            elif ids is not None:
+                array = check_ids(name, ids, n, most + 1 - index)
+                widths[index] = stage_ids(array, n, most + 1 - index, targets[index][step % len(targets[index])])
+        slot = self._known_slot(batch)
+        seq = self._next_seq()
+        # ARRIVED may be stored before DESCRIBED or after it: the sidecar looks for one, then for the other.
+        link.bring(step, *brought)
+        self._seq = seq
+        self._journal.add_step(seq, None, batch)
+        self._trim_journal()
+        if ring.describe(step, seq, slot, *widths):
+            self._channel.ring_doorbell()
+
     # The sidecar's end, and the next one
 
     def _check_alive(self) -> None:
@@ -159,7 +195,12 @@ class SidecarBook(Book):
 
     def _recover(self) -> None:
         supervisor = self._supervisor
-        supervisor.take_news()
+        if not self._process.is_ours():
+            return  # a forked child: nothing of this is its own
+        if supervisor.take_news():
+            # Whoever waits in an event loop waited for what this call has taken.
+            self._waiters.wake_all()
+        self._let_go_of_retired()
         link = supervisor.replacement
         if supervisor.reason:
             self._drain_events()
@@ -172,6 +213,13 @@ class SidecarBook(Book):
                 self._adopt(link)
         except HandshakeFailed as error:
             self._ended_by = error
+            self._waiters.wake_all()
+
+    def _let_go_of_retired(self) -> None:
+        for link in self._supervisor.take_retired():
+            # A descriptor's number is used again as soon as it is closed.
+            self._waiters.forget(link.channel.events_descriptor, link.process.pidfd)
+            link.end(wait=False)
 
     def _adopt(self, link: Link) -> None:
         """Tells the next sidecar what it cannot know, and everything that its predecessor may not have done."""
@@ -181,12 +229,16 @@ class SidecarBook(Book):
                 if not link.channel.wait_command_room(SEND_TIMEOUT_MS) and not link.process.is_alive():
                     return  # the journal has it all for the one after it
         if self._supervisor.adopt(link):
-            self._waiters.forget(self._channel.events_descriptor, self._process.pidfd)
             self._channel, self._process = link
-            self._supervisor.take_news()
+            self._let_go_of_retired()
+            self._waiters.wake_all()
 
     def _wait_for_news(self, timeout_ms: int | None) -> None:
-        """Until the sidecar has something to say, or ends, or the next one gets on."""
+        """Until the sidecar has something to say, or ends, or the next one gets on. Raises what ended the book."""
+        num_restarts = self._supervisor.num_restarts
+        self._check_alive()
+        if num_restarts != self._supervisor.num_restarts:
+            return  # the next sidecar is there, and may have done already what is waited for
         if not self._supervisor.is_down:
             self._channel.wait_event(timeout_ms, self._process.pidfd)
             return
@@ -196,6 +248,10 @@ class SidecarBook(Book):
     async def _news(self) -> None:
         """`_wait_for_news` for an event loop. A channel's descriptor tells of new events only once all that came before
         are received."""
+        num_restarts = self._supervisor.num_restarts
+        self._check_alive()
+        if num_restarts != self._supervisor.num_restarts:
+            return
         if not self._supervisor.is_down:
             await self._waiters.readable(self._channel.events_descriptor, self._process.pidfd)
             return
@@ -234,7 +290,6 @@ class SidecarBook(Book):
         self._ask_to_be_woken()
         try:
             while self.applied_step < step:
-                self._check_alive()
                 self._wait_for_news(self._milliseconds_left(step, deadline))
                 self._drain_events()
         finally:
@@ -263,7 +318,6 @@ class SidecarBook(Book):
                 self._drain_events()
                 if self.applied_step >= step:
                     return
-                self._check_alive()
                 await self._news()
         finally:
             self._awaited_steps.remove(step)
@@ -313,21 +367,42 @@ class SidecarBook(Book):
     # The process
 
     @property
+    def num_restarts(self) -> int:
+        return self._supervisor.num_restarts
+
+    @property
     def sidecar_pid(self) -> int:
         return self._process.pid
 
     def close(self) -> None:
         if self._is_closed:
             return
-        if self._process.is_ours() and not self._supervisor.is_down and self._process.is_alive():
-            self._stop_sidecar()
+        if self._process.is_ours():
+            self._finish_recovery()
+            if not self._supervisor.is_down and self._process.is_alive():
+                self._stop_sidecar()
         self._is_closed = True
         self._waiters.forget_all()
         self._finalizer()
+        self._device.close()
         self._segment.close()
+
+    def _finish_recovery(self) -> None:
+        """Where the sidecar has ended and left something to do, its successor may do it."""
+        deadline = time.monotonic() + RECOVERY_AT_CLOSE_S
+        try:
+            self._check_alive()
+            while self._supervisor.is_down and self._applied_seq.load_acquire() < self._seq:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._wait_for_news(int(left_s * 1000) + 1)
+        except PeerError:
+            return
 
     def _stop_sidecar(self) -> None:
         """Lets it apply what was sent before, and waits for its end while its lifetime pipe is still open."""
+        self._supervisor.stand_down()
         seq = self._seq + 1
         if self._channel.send_command(wire.encode(wire.Stop(seq))):
             self._process.wait_ended()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from asyncbook.ipc.layout import Counter, FinishReason, RowCounter
 
 
 @dataclass(frozen=True, slots=True)
-class Histogram:
-    """Times in microseconds: how many there were in each bucket. Buckets are log-spaced, at most 1/8 wide."""
+class _Buckets:
+    """How many there were in each bucket. Buckets are log-spaced, at most 1/8 wide."""
 
     counts: np.ndarray  # int64 [NUM_HISTOGRAM_BUCKETS]
 
@@ -21,12 +21,25 @@ class Histogram:
     def count(self) -> int:
         return int(self.counts.sum())
 
+    def _bucket(self, percent: float) -> int | None:
+        """The bucket in which this share is reached, None where there is nothing."""
+        if self.count == 0:
+            return None
+        return int(np.searchsorted(np.cumsum(self.counts), self.count * percent / 100))
+
+    def since(self, earlier: Self) -> Self:
+        """What came after an earlier state of the same histogram."""
+        return type(self)(self.counts - earlier.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(_Buckets):
+    """Times in microseconds."""
+
     def percentile_us(self, percent: float) -> float:
         """The upper end of the bucket in which this share of the times is reached; NaN without any."""
-        if self.count == 0:
-            return float("nan")
-        bucket = int(np.searchsorted(np.cumsum(self.counts), self.count * percent / 100))
-        return bucket_start_ns(bucket + 1) / 1000
+        bucket = self._bucket(percent)
+        return float("nan") if bucket is None else bucket_start_ns(bucket + 1) / 1000
 
     @property
     def us_p50(self) -> float:
@@ -46,12 +59,39 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class StepHistogram(_Buckets):
+    """Numbers of steps; exact up to 16."""
+
+    def percentile_steps(self, percent: float) -> float:
+        """The least number in the bucket in which this share is reached; NaN without any."""
+        bucket = self._bucket(percent)
+        return float("nan") if bucket is None else float(bucket_start_ns(bucket))
+
+    @property
+    def steps_p50(self) -> float:
+        return self.percentile_steps(50)
+
+    @property
+    def steps_p99(self) -> float:
+        return self.percentile_steps(99)
+
+    @property
+    def steps_max(self) -> float:
+        return self.percentile_steps(100)
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """What a book has done. `submitted_tokens == committed_tokens + sum(dropped_tokens.values())`, always: nothing
     vanishes. `dropped_tokens` by reason, `finished_requests` by `FinishReason`. `nan_logprobs` and `missing_logprobs`
     count outputs: with a NaN among their logprobs, and without some that their request wants. `messages` were sent;
-    `submit_us` is what `submit` took in the runner, `apply_us` what the bookkeeper took for a step, its outputs aside.
-    """
+    `num_restarts`: how often another sidecar took the book over.
+
+    Of each step: `submit_us`, the call in the runner; `queue_us`, from that call to the start of apply; `apply_us`, the
+    bookkeeper's work, outputs aside; `read_us`, from publishing it to the first look at its frame (steps whose frame
+    nobody took are not in it); `lag_steps`, how many steps were in flight when its apply began, itself among them.
+    `wait_for_tokens_us`: for each step that came through the sample ring, how long the sidecar saw it submitted before
+    its ids were there, which a device brings later; 0 where they were there at the first look."""
 
     submitted_steps: int
     applied_steps: int
@@ -71,8 +111,13 @@ class Stats:
     replayed_messages: int
     stale_messages: int
     bad_messages: int
+    num_restarts: int
     submit_us: Histogram
+    queue_us: Histogram
     apply_us: Histogram
+    wait_for_tokens_us: Histogram
+    read_us: Histogram
+    lag_steps: StepHistogram
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,17 @@ class Streams:
         rest = np.setdiff1d(np.arange(len(step_outputs)), claimed)
         deltas = list(step_outputs)
         for i in claimed:
-            request_id, token_ids, finish_reason, stop_reason, text, *logprobs = deltas[i]
-            piece = RequestOutput(request_id, step_outputs.step, token_ids, text, finish_reason, stop_reason, *logprobs)
+            delta = deltas[i]
+            piece = RequestOutput(
+                delta.request_id,
+                step_outputs.step,
+                delta.token_ids,
+                delta.text,
+                delta.finish_reason,
+                delta.stop_reason,
+                delta.logprobs,
+                delta.cumulative_logprob,
+            )
             self._streams[request_nos[i]].add(piece)
             if piece.is_finished:  # the number will be another request's
                 del self._streams[request_nos[i]]

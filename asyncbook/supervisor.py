@@ -7,7 +7,6 @@ the thread says `is_down`, and the book adopts the replacement once that is read
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 from asyncbook.config import BookConfig
 from asyncbook.ipc.channel import RunnerChannel
-from asyncbook.ipc.errors import PeerError
 from asyncbook.process import SidecarProcess
 
 MAX_DEATHS = 3
@@ -56,6 +54,7 @@ class Supervisor:
         self._lock = threading.RLock()  # a collected book ends in whatever thread collects it
         self._noticed = threading.Event()
         self._is_closed = False
+        self._stands_down = False
         self._close_event = os.eventfd(0, os.EFD_CLOEXEC)
         # Readable when something has become of the replacement.
         self.changed_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -67,48 +66,58 @@ class Supervisor:
     def _watch(self) -> None:
         process = self.link.process
         while self._wait_for_end(process):
-            link = self._replace(process)
-            if link is None:
+            self.is_down = True
+            try:
+                link, reason = self._next(process)
+            except Exception as error:  # no descriptors, no folder, no memory: whoever waits must hear of it
+                link, reason = (
+                    None,
+                    f"the sidecar died, and no other one can be started: {type(error).__name__}: {error}",
+                )
+            if not self._announce(link, reason) or link is None:
                 return
             process = link.process
 
     def _wait_for_end(self, process: SidecarProcess) -> bool:
-        """False where the book is closed first."""
-        poll = select.poll()
-        poll.register(process.pidfd, select.POLLIN)
-        poll.register(self._close_event, select.POLLIN)
+        """False where its end is nothing to be noticed: the book is closed, or about to be."""
+        with self._lock:
+            if self._stands_down:
+                return False
+            poll = select.poll()
+            poll.register(process.pidfd, select.POLLIN)
+            poll.register(self._close_event, select.POLLIN)
         return self._close_event not in dict(poll.poll())
 
-    def _replace(self, process: SidecarProcess) -> Link | None:
-        """Another process in the place of one that ended; None where there will be none."""
-        self.is_down = True
+    def _next(self, process: SidecarProcess) -> tuple[Link | None, str]:
+        """Another process in the place of one that ended, or why there is none."""
         self._deaths.append(time.monotonic())
-        link, reason = None, f"the sidecar (pid {process.pid}) died: {process.describe_end()}"
-        if self._config.restart == "replay":
-            if len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S:
-                reason = f"{reason}; it was the third to die within {DEATHS_WINDOW_S:g} s"
-            else:
-                link, reason = self._start()
-        with self._lock:
-            if self._replacement is not None:
-                self._retired.append(self._replacement)
-            self._replacement, self.reason = link, reason
-            if self._is_closed and link is not None:
-                link.end(wait=False)
-                self._replacement = link = None
-            self._noticed.set()
-            if not self._is_closed:
-                os.eventfd_write(self.changed_descriptor, 1)
-        return link
-
-    def _start(self) -> tuple[Link | None, str]:
+        reason = f"the sidecar (pid {process.pid}) died: {process.describe_end()}"
+        if self._config.restart == "fail":
+            return None, reason
+        if len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < DEATHS_WINDOW_S:
+            return None, f"{reason}; {MAX_DEATHS} died within {DEATHS_WINDOW_S:g} s"
         channel = RunnerChannel()
         try:
             process = SidecarProcess(self._config, self._segment_descriptor, channel, is_restart=True)
-        except (PeerError, OSError) as error:
+        except BaseException:
             channel.close()
-            return None, f"the sidecar died, and no other one can be started: {error}"
+            raise
         return Link(channel, process), ""
+
+    def _announce(self, link: Link | None, reason: str) -> bool:
+        """False where the book was closed meanwhile."""
+        with self._lock:
+            if self._is_closed:
+                if link is not None:
+                    link.end(wait=False)
+                return False
+            if self._replacement is not None:
+                self._retired.append(self._replacement)
+            self._replacement, self.reason = link, reason
+            self.is_down = True  # the one that ended may have been adopted meanwhile
+            self._noticed.set()
+            os.eventfd_write(self.changed_descriptor, 1)
+        return True
 
     # In the book's thread
 
@@ -121,14 +130,19 @@ class Supervisor:
         """The next sidecar, perhaps not ready yet; None where there is none yet."""
         return self._replacement
 
-    def take_news(self) -> None:
-        """Takes notice of what `changed_descriptor` told, and lets go of replacements that ended before their time."""
+    def take_news(self) -> bool:
+        """Whether there was something that `changed_descriptor` told."""
+        try:
+            os.eventfd_read(self.changed_descriptor)
+        except BlockingIOError:
+            return False
+        return True
+
+    def take_retired(self) -> list[Link]:
+        """Sidecars that have ended, and whose descriptors are to be closed once nobody waits for them."""
         with self._lock:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.changed_descriptor)
             retired, self._retired = self._retired, []
-        for link in retired:
-            link.end(wait=False)
+        return retired
 
     def adopt(self, link: Link) -> bool:
         """The replacement is the sidecar from now on, unless it has ended meanwhile."""
@@ -142,6 +156,12 @@ class Supervisor:
             self._noticed.clear()
         return True
 
+    def stand_down(self) -> None:
+        """The sidecar's end is nothing to be noticed from now on: it is asked to end."""
+        with self._lock:
+            self._stands_down = True
+            os.eventfd_write(self._close_event, 1)
+
     def end(self) -> None:
         """Ends the thread and every sidecar. Idempotent. In a forked child it does nothing: the parent has it all."""
         if self._is_closed or not self.link.process.is_ours():
@@ -149,7 +169,7 @@ class Supervisor:
         with self._lock:
             self._is_closed = True
             links = [*self._retired, *([self._replacement] if self._replacement is not None else [])]
-        os.eventfd_write(self._close_event, 1)
+        self.stand_down()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         for link in links:

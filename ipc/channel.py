@@ -13,52 +13,55 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
+import threading
 from pathlib import Path
 
 import zmq
 
 from asyncbook.ipc import wire
-from asyncbook.ipc.errors import HandshakeFailed
+from asyncbook.ipc.errors import BookClosed, HandshakeFailed
+from asyncbook.ipc.runtime_dir import check_private, create_directory
 
-MAX_SOCKET_PATH_BYTES = 107  # sun_path of Linux, its closing zero aside
 SOCKET_NAMES = ("commands", "events")
+# An option of libzmq that pyzmq has no name for: processes of other users are turned away when they connect.
+_IPC_FILTER_UID = 59
+
+MAX_QUEUED_COMMANDS = 8192
+NUM_DESCRIPTORS = 32  # of a context with two sockets, each with a peer, and of the process at the other end
 
 # option: (commands, events)
 SOCKET_OPTIONS: dict[int, tuple[int, int]] = {
     zmq.LINGER: (0, 0),
-    zmq.SNDHWM: (8192, 64),
+    zmq.SNDHWM: (MAX_QUEUED_COMMANDS, 64),
     zmq.RCVHWM: (1024, 64),
-    zmq.MAXMSGSIZE: (wire.MAX_MESSAGE_BYTES,) * 2,
     # Connect only once the peer is there: a message sent too early is an error, not a queue that fills unseen.
     zmq.IMMEDIATE: (1, 1),
 }
 
 
-def create_directory() -> Path:
-    """A new 0700 directory whose socket paths fit a socket address. Raises `HandshakeFailed` where there is none."""
-    tried = []
-    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
-        if not base or not os.access(base, os.W_OK | os.X_OK):
-            continue
-        path = Path(tempfile.mkdtemp(prefix=f"asyncbook-{os.getpid()}-", dir=base))
-        longest = len(os.fsencode(path / max(SOCKET_NAMES, key=len)))
-        if longest <= MAX_SOCKET_PATH_BYTES:
-            return path
-        path.rmdir()
-        tried.append(f"{base} (a path of {longest} bytes)")
-    raise HandshakeFailed(
-        f"no folder for the sockets: a path may have {MAX_SOCKET_PATH_BYTES} bytes; tried {', '.join(tried)}; "
-        f"set TMPDIR to a shorter folder that can be written"
-    )
+def _check_descriptors() -> None:
+    """Raises `HandshakeFailed` where a channel would find no descriptors: libzmq ends the whole process then."""
+    spare: list[int] = []
+    try:
+        while len(spare) < NUM_DESCRIPTORS:
+            spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        raise HandshakeFailed(
+            f"a sidecar needs up to {NUM_DESCRIPTORS} descriptors: {error.strerror}; raise the limit (ulimit -n)"
+        ) from error
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
 
 
-def _open_sockets(context: zmq.Context) -> list[zmq.Socket]:  # type: ignore[type-arg]
+def _open_sockets(context: zmq.Context, max_command_bytes: int) -> list[zmq.Socket]:  # type: ignore[type-arg]
     sockets = []
+    max_bytes = (max_command_bytes, wire.MAX_EVENT_BYTES)
     for index in range(len(SOCKET_NAMES)):
         socket = context.socket(zmq.PAIR)
         for option, values in SOCKET_OPTIONS.items():
             socket.setsockopt(option, values[index])
+        socket.setsockopt(zmq.MAXMSGSIZE, max_bytes[index])
         sockets.append(socket)
     return sockets
 
@@ -66,13 +69,13 @@ def _open_sockets(context: zmq.Context) -> list[zmq.Socket]:  # type: ignore[typ
 class _Channel:
     """Sockets of one side and their end."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, max_command_bytes: int) -> None:
         self.directory = directory
         self._context = zmq.Context(io_threads=1)
         # The thread that moves the bytes is woken in the middle of `submit`; as a batch thread it does not take the
         # core away from the thread that woke it.
         self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
-        self._commands, self._events = self._sockets = _open_sockets(self._context)
+        self._commands, self._events = self._sockets = _open_sockets(self._context, max_command_bytes)
 
     def _close(self) -> None:
         for socket in self._sockets:
@@ -96,53 +99,84 @@ class _Channel:
 
 
 class RunnerChannel(_Channel):
-    """The runner's side. One for each sidecar: a new one starts with new sockets in a new directory."""
+    """The runner's side. One for each sidecar: a new one starts with new sockets in a new directory.
+
+    A book is used from one thread, but another may close it, or collect it. zmq's sockets must not be used from two
+    threads at once: a lock keeps them apart, and `close` first ends a wait that holds it.
+    """
 
     def __init__(self) -> None:
-        super().__init__(create_directory())
+        _check_descriptors()
+        super().__init__(create_directory(SOCKET_NAMES), wire.MAX_EVENT_BYTES)  # it receives no commands
+        self._lock = threading.RLock()  # collected in the middle of a call, a book closes its channel in that thread
+        self._close_event = os.eventfd(0, os.EFD_CLOEXEC)
         for name, socket in zip(SOCKET_NAMES, self._sockets, strict=True):
+            socket.setsockopt(_IPC_FILTER_UID, os.getuid())
             socket.bind(f"ipc://{self.directory / name}")
+
+    def _check_open(self) -> None:
+        if self._close_event < 0:
+            raise BookClosed("the book was closed in another thread")
 
     def send_command(self, data: bytes) -> bool:
         """False where the sidecar has not taken the messages before."""
-        return self._send(self._commands, data)
+        with self._lock:
+            self._check_open()
+            return self._send(self._commands, data)
 
     def ring_doorbell(self) -> None:
         """Wakes a sleeping sidecar: an empty message. One that does not fit needs no sending, others wake it."""
-        self._send(self._commands, b"")
+        self.send_command(b"")
 
     def wait_command_room(self, timeout_ms: int) -> bool:
         """Whether a command can be sent, after at most this long."""
-        return bool(self._commands.poll(timeout_ms, zmq.POLLOUT))
+        with self._lock:
+            self._check_open()
+            return bool(self._commands.poll(timeout_ms, zmq.POLLOUT))
 
     def receive_event(self) -> bytes | None:
         """The next event, None where there is none yet."""
-        return self._receive(self._events)
+        with self._lock:
+            self._check_open()
+            return self._receive(self._events)
 
     def wait_event(self, timeout_ms: int | None, *other_descriptors: int) -> None:
         """Until an event can be received, another descriptor is readable, or time is over (None: no limit)."""
-        poller = zmq.Poller()
-        poller.register(self._events, zmq.POLLIN)
-        for descriptor in other_descriptors:
-            poller.register(descriptor, zmq.POLLIN)
-        poller.poll(timeout_ms)
+        with self._lock:
+            self._check_open()
+            poller = zmq.Poller()
+            poller.register(self._events, zmq.POLLIN)
+            for descriptor in (self._close_event, *other_descriptors):
+                poller.register(descriptor, zmq.POLLIN)
+            poller.poll(timeout_ms)
 
     @property
     def events_descriptor(self) -> int:
         """Becomes readable when events may have come; edge-triggered: receive until None before waiting on it."""
-        return int(self._events.getsockopt(zmq.FD))
+        with self._lock:
+            self._check_open()
+            return int(self._events.getsockopt(zmq.FD))
 
     def close(self) -> None:
-        """Closes the sockets and removes the directory. Idempotent."""
-        self._close()
+        """Ends a wait in another thread, closes the sockets and removes the directory. Idempotent."""
+        if self._close_event < 0:
+            return
+        os.eventfd_write(self._close_event, 1)
+        with self._lock:
+            if self._close_event < 0:
+                return
+            os.close(self._close_event)
+            self._close_event = -1
+            self._close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class SidecarChannel(_Channel):
-    """The sidecar's side."""
+    """The sidecar's side. Raises `HandshakeFailed` where the directory is not this user's own."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, max_command_bytes: int) -> None:
+        check_private(directory)
+        super().__init__(directory, max_command_bytes)
         for name, socket in zip(SOCKET_NAMES, self._sockets, strict=True):
             socket.connect(f"ipc://{directory / name}")
         self._poller = zmq.Poller()

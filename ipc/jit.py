@@ -23,7 +23,7 @@ KERNEL_SOURCES = {
         "columns.py", "jit.py", "layout.py", "logprob_staging.py", "logprobs.py", "publish.py", "staging.py", "wire.py",
     ),
     "asyncbook.worker": (
-        "kernels.py", "life.py", "logprob_kernels.py", "rules.py", "scatter_kernels.py", "text_kernels.py",
+        "kernels.py", "life.py", "logprob_kernels.py", "rules.py", "scatter_kernels.py", "text_kernels.py", "warm.py",
     ),
 }  # fmt: skip
 
@@ -47,6 +47,7 @@ logger = logging.getLogger("asyncbook")
 
 SOURCE_DIGEST = _source_digest()
 _kernels: list[tuple[Any, tuple[tuple[Any, ...], ...]]] = []
+_unready: list[tuple[Any, tuple[tuple[Any, ...], ...]]] = []
 
 
 def _ensure_cache_folder() -> None:
@@ -87,10 +88,20 @@ def kernel(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any]:
     """A kernel for exactly these signatures, each a tuple of argument types. `compile_all` compiles it, or loads it
     from the cache; a call with other types is a TypeError, never a compilation in the middle of a step."""
 
+    return _registered(signatures, **_OPTIONS)
+
+
+def primitive(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any]:
+    """A kernel of a few instructions, which keeps the GIL; ready with the others, or at its first call before that."""
+    return _registered(signatures, **{**_OPTIONS, "nogil": False})
+
+
+def _registered(signatures: tuple[tuple[Any, ...], ...], **options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         function.__qualname__ = f"{function.__qualname__}_{SOURCE_DIGEST}"
-        compiled = numba.njit(cache=True, **_OPTIONS)(function)
+        compiled = numba.njit(cache=True, **options)(function)
         _kernels.append((compiled, signatures))
+        _unready.append((compiled, signatures))
         return compiled
 
     return decorate
@@ -117,11 +128,29 @@ def bare(generic: Any, *argument_types: Any) -> Callable[..., Any]:
 
 def compile_all() -> None:
     """Makes every kernel of the modules imported so far ready."""
-    for compiled, signatures in _kernels:
-        if not compiled.signatures:
-            for signature in signatures:
+    while _unready:
+        compiled, signatures = _unready.pop()
+        for signature in signatures:
+            if not _load(compiled, signature):
                 compiled.compile(signature)
-            compiled.disable_compile()
+        compiled.disable_compile()
+
+
+def _load(compiled: Any, signature: tuple[Any, ...]) -> bool:
+    """Whether a kernel is ready: as `compile`, which loads from the cache as well, but only after it has made ready for
+    compiling. That takes a third of a sidecar's start, and for a cached kernel it is of no use."""
+    if signature in compiled.overloads:
+        return True
+    try:
+        found = compiled._cache._load_overload(signature, compiled.targetctx)
+    except (AttributeError, OSError):  # another numba, or a cache that cannot be read: the long way
+        return False
+    if found is None:
+        return False
+    # For kernels that call this one, should they have to be compiled.
+    compiled.targetctx.insert_user_function(found.entry_point, found.fndesc, [found.library])
+    compiled.add_overload(found)
+    return True
 
 
 def cache_path() -> str:

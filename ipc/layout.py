@@ -11,6 +11,7 @@
                |             the table, for the process that takes it over   |
                +-------------------------------------------------------------+
                | RUNNER      hot words, one a cache line                     |          written by the runner
+               | submissions, histograms                                     |
                | sample ring: headers, ids int32, drafts int32, logprobs; a  |          (ids by its device, too)
                |             slot for each step in flight                    |
                +-------------------------------------------------------------+
@@ -53,6 +54,7 @@ NO_LOGPROBS = -1  # max_logprobs of a book without logprobs
 
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 
 
 class FinishReason(IntEnum):
@@ -89,7 +91,8 @@ class Word(IntEnum):
     OUTPUTS_WRITTEN = 4 * WORDS_PER_LINE  # lines of the outputs log that were ever written
     OVERFLOW_WRITTEN = 5 * WORDS_PER_LINE  # the same of the overflow log
     WAITS_FOR_ROOM = 6 * WORDS_PER_LINE  # 1: outputs wait for the reader, who rings the doorbell when it has read
-    CHECKPOINT_SEQ = 7 * WORDS_PER_LINE  # release-stored last: sequence number of the newest whole checkpoint
+    CHECKPOINT = 7 * WORDS_PER_LINE  # release-stored last: how many checkpoints were written; the newest is whole
+    CHECKPOINT_SEQ = 8 * WORDS_PER_LINE  # sequence number of the newest checkpoint, stored right after
 
 
 class RunnerWord(IntEnum):
@@ -107,13 +110,15 @@ NO_WAKE = 2**62
 class SlotWord(IntEnum):
     """int64 words in the header of a sample ring's slot: two cache lines."""
 
-    DESCRIBED = 0  # release-stored by the runner: the step that the words behind it, and the drafts, are of
+    DESCRIBED = 0  # release-stored by the runner: the step that the words behind it are of
     MESSAGE_SEQ = 1
     BATCH_SLOT = 2
     WIDTH = 3  # ids a row
     DRAFT_WIDTH = 4  # drafts a row; 0: none were given
     LOGPROBS_WIDTH = 5  # logprobs an id, as far as its row wants them; 0: none were given
-    ARRIVED = WORDS_PER_LINE  # the step whose ids are in the slot; written by whoever brought them, after them
+    ARRIVED = (
+        WORDS_PER_LINE  # the step whose ids and drafts are in the slot; written by whoever brought them, after them
+    )
 
 
 class Stamp(IntEnum):
@@ -182,15 +187,22 @@ class Field(IntEnum):
 class CheckpointWord(IntEnum):
     """int64 words in the header of a checkpoint: one line."""
 
-    SEQ = 0  # of the last message that is in it; INCOMPLETE while it is written
+    SEQ = 0  # of the last message that is in it
     STEP = 1  # of the last step that is in it; its frame is whole
     OUTPUTS_WRITTEN = 2  # lines of the outputs log that were written by then
     OVERFLOW_WRITTEN = 3  # the same of the overflow log
     OUTPUTS_NUMBER = 4  # of the last delivery
 
 
-INCOMPLETE = -1
-NUM_CHECKPOINTS = 2
+NUM_CHECKPOINTS = 2  # number n lies in slot n % NUM_CHECKPOINTS; the first is number 1
+MAX_MESSAGES_BETWEEN_CHECKPOINTS = 512  # without a step among them; a step has a checkpoint of its own
+
+
+class DropWord(IntEnum):
+    """int64 words of a note that what a request had to deliver was dropped."""
+
+    REQUEST_NO = 0
+    CHECKPOINT = 1  # stored last: the number of the checkpoint that will know of it; the note holds until then
 
 
 class RecordWord(IntEnum):
@@ -253,9 +265,26 @@ class RowCounter(IntEnum):
 
 
 class Histogram(IntEnum):
-    """Histograms of the BOOKKEEPER part: time in nanoseconds, log buckets, one row each."""
+    """Histograms of the BOOKKEEPER part: times in nanoseconds, log buckets, one row each."""
 
     APPLY = 0
+    WAIT_FOR_TOKENS = 1  # from the first look at a submitted step in the ring until its ids were there
+    QUEUE = 2  # from the call of `submit` to the start of apply
+    LAG = 3  # no time: how many steps were in flight when a step's apply began, itself among them
+
+
+class RunnerHistogram(IntEnum):
+    """The same of the RUNNER part."""
+
+    SUBMIT = 0
+    READ = 1  # from publishing a step to the first look at its frame
+
+
+class SubmissionWord(IntEnum):
+    """int64 words in which the runner says what it submits. For statistics alone: nothing is ordered by them."""
+
+    STEP = 0  # submitted last
+    FIRST_NS = 1  # when, by CLOCK_MONOTONIC: one word for each slot of the sample ring
 
 
 # A bucket is the position of the leading bit and the three bits below it: at most 1/8 too wide, 0 ns to 36 minutes.
@@ -403,10 +432,16 @@ class Layout:
         offset = self.checkpoint_work(slot).end
         return _region(f"checkpoint_row_counters[{slot}]", offset, self.row_counters.shape, np.int64)
 
+    @property
+    def drops(self) -> Region:
+        """int64 [notes, words of `DropWord`]: what was dropped since the newest checkpoint; a message drops one."""
+        shape = (MAX_MESSAGES_BETWEEN_CHECKPOINTS, len(DropWord))
+        return _region("drops", self._checkpoint_offset(NUM_CHECKPOINTS), shape, np.int64)
+
     # RUNNER part
     @property
     def runner_offset(self) -> int:
-        return _round_up(self._checkpoint_offset(NUM_CHECKPOINTS), PAGE_BYTES)
+        return _round_up(self.drops.end, PAGE_BYTES)
 
     @property
     def runner_words(self) -> Region:
@@ -418,9 +453,22 @@ class Layout:
         return self.max_in_flight
 
     @property
+    def submissions(self) -> Region:
+        """int64 words of `SubmissionWord`."""
+        num_words = _round_up(SubmissionWord.FIRST_NS + self.num_ring_slots, WORDS_PER_LINE)
+        return _region("submissions", self.runner_words.end, (num_words,), np.int64)
+
+    @property
+    def runner_histograms(self) -> Region:
+        return _region(
+            "runner_histograms", self.submissions.end, (len(RunnerHistogram), NUM_HISTOGRAM_BUCKETS), np.int64
+        )
+
+    @property
     def ring_headers(self) -> Region:
         """int64 [num_ring_slots, words of `SlotWord`]."""
-        return _region("ring_headers", self.runner_words.end, (self.num_ring_slots, 2 * WORDS_PER_LINE), np.int64)
+        shape = (self.num_ring_slots, 2 * WORDS_PER_LINE)
+        return _region("ring_headers", self.runner_histograms.end, shape, np.int64)
 
     @property
     def ring_token_ids(self) -> Region:
@@ -507,8 +555,8 @@ def layout_hash() -> str:
     checkpoint = [sample.checkpoint_header(1), sample.checkpoint_counters(1), sample.checkpoint_work(1)]
     parts = [repr([sample.frame_int32(1), sample.frame_uint8(1), *checkpoint, *regions])]
     for words in (
-        Owner, Word, RunnerWord, SlotWord, Stamp, Column, Field, CheckpointWord, RecordWord, Counter, RowCounter,
-        Histogram, FinishReason,
+        Owner, Word, RunnerWord, SlotWord, Stamp, Column, Field, CheckpointWord, DropWord, RecordWord, Counter,
+        RowCounter, Histogram, RunnerHistogram, SubmissionWord, FinishReason,
     ):  # fmt: skip
         parts.append(repr([(word.name, word.value) for word in words]))
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
@@ -520,6 +568,7 @@ assert len(Owner) * 8 <= PAGE_BYTES
 assert all(word % WORDS_PER_LINE == 0 for word in (*Word, *RunnerWord, SlotWord.ARRIVED))
 assert max(SlotWord) < 2 * WORDS_PER_LINE
 assert len(Stamp) <= WORDS_PER_LINE
+assert NUM_HISTOGRAM_BUCKETS % WORDS_PER_LINE == 0
 assert _SMALL.frame_bytes % LINE_BYTES == 0
 assert _SMALL.runner_offset % PAGE_BYTES == 0 == _SMALL.frames_offset % PAGE_BYTES
 assert _SMALL.table_offset % PAGE_BYTES == 0 == _SMALL.is_token_ids.offset % PAGE_BYTES

@@ -16,13 +16,14 @@ the next one finds out from the log itself what its predecessor had delivered si
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from asyncbook.ipc.columns import OutputColumns, Texts
-from asyncbook.ipc.layout import LINE_BYTES, PADDING_RECORD, Layout, RecordWord, Region, RunnerWord, Word
+from asyncbook.ipc.layout import LINE_BYTES, PADDING_RECORD, DropWord, Layout, RecordWord, Region, RunnerWord, Word
 from asyncbook.ipc.logprobs import LogprobColumns, section_start
 from asyncbook.ipc.publish import OwnWord
 from asyncbook.ipc.publish import Word as SharedWord
@@ -134,6 +135,11 @@ class LogWriter:
         """What was written before may be overwritten once it is read: a checkpoint knows of it."""
         self._kept_from = position
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the reader is done with more than may be overwritten: a checkpoint would make room."""
+        return self._kept_from < self._read_word.load_acquire()
+
     def records_since(self, position: int) -> Iterator[Record]:
         """What the predecessor wrote after its last checkpoint."""
         return self._ring.records(position, self.written)
@@ -169,6 +175,37 @@ class OutputsLogWriter:
         )
         self.min_lines = layout.max_record_lines
         self.number = 0  # of the last record
+        self._drops = layout.drops.view(memory)
+        self._num_drops = 0
+        self._checkpoint = 0
+
+    def checkpointed(self, checkpoint: int) -> None:
+        """The checkpoint of this number knows of everything that was written or dropped so far."""
+        self.outputs.keep_from(self.outputs.written)
+        self.overflow.keep_from(self.overflow.written)
+        self._checkpoint, self._num_drops = checkpoint, 0
+
+    def note_drop(self, request_no: int) -> None:
+        """There is no room for what a request had to deliver, and it cannot wait. Its row may be cleared now, so no
+        successor may look for it there."""
+        note = self._drops[self._num_drops]
+        note[DropWord.REQUEST_NO] = request_no
+        note[DropWord.CHECKPOINT] = self._checkpoint + 1
+        self._num_drops += 1
+
+    def take_over(self, checkpoint: int, outputs: int, overflow: int, number: int) -> tuple[list[Record], list[int]]:
+        """What the predecessor delivered and dropped behind its last checkpoint, which was of this number, and written
+        with the logs at these positions: (records in order, request numbers)."""
+        records = [*self.outputs.records_since(outputs), *self.overflow.records_since(overflow)]
+        records.sort(key=lambda record: record.number)
+        self.number = records[-1].number if records else number
+        self.outputs.keep_from(outputs)
+        self.overflow.keep_from(overflow)
+        self._checkpoint = checkpoint
+        notes = itertools.takewhile(lambda note: note[DropWord.CHECKPOINT] == checkpoint + 1, self._drops.tolist())
+        dropped = [note[DropWord.REQUEST_NO] for note in notes]
+        self._num_drops = len(dropped)
+        return records, dropped
 
 
 class OutputsLogReader:
@@ -189,10 +226,14 @@ class OutputsLogReader:
 
     def take(self) -> Record | None:
         """The next record, its columns copied, or None where there is none yet."""
-        heads = self._heads()
-        if not heads:
-            return None
-        _, which, position = min(heads)
+        while True:
+            heads = self._heads()
+            if not heads:
+                return None
+            number, which, position = min(heads)
+            if number == self.number + 1:
+                break
+            # The one before it came into the other log between the looks at the two: it is there now.
         ring = self._rings[which]
         _, num_lines, *_ = ring.header(position)
         record = ring.record(position, copied=True)
@@ -207,8 +248,7 @@ class OutputsLogReader:
         return bool(self._heads())
 
     def _heads(self) -> list[tuple[int, int, int]]:
-        """(number, log, position) of the first record of each log that has one. The outputs log is looked at first: a
-        record of it with a higher number makes the other's, which was published before, visible."""
+        """(number, log, position) of the first record of each log that has one."""
         heads = []
         for which in (0, 1):
             position, written = self._positions[which], self._written[which].load_acquire()

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from asyncbook.ipc.jit import primitive
 
 _WORD_BYTES = 8
 _intrinsic: Any = intrinsic  # called without its typing context, which its type does not tell
@@ -50,19 +52,19 @@ def _full_fence(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
-@njit("int64(int64)", cache=True)
+@primitive((types.int64,))
 def load_acquire(address: int) -> int:
     """The int64 at `address`; what was written before it was release-stored is visible after this call."""
     return int(_atomic_load(address))
 
 
-@njit("void(int64, int64)", cache=True)
+@primitive((types.int64, types.int64))
 def store_release(address: int, value: int) -> None:
     """Publishes `value` at `address`, after everything this thread wrote before."""
     _atomic_store(address, value)
 
 
-@njit("void()", cache=True)
+@primitive(())
 def fence() -> None:
     """A full barrier: no load after it is done before a store in front of it is visible."""
     _full_fence()

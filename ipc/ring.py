@@ -23,11 +23,11 @@ class SampleRingWriter:
         # The runner's kernels, which the reader's process has no use for.
         from asyncbook.ipc import staging
 
-        self._fill_slot = staging.fill_slot
+        self._fill_slot, self._describe_slot = staging.fill_slot, staging.describe_slot
         self._max_width = 1 + layout.num_spec_tokens
         base = layout.runner_offset
         headers = list(layout.ring_headers.view(runner_part, base))
-        token_ids = list(layout.ring_token_ids.view(runner_part, base))
+        self.token_ids = token_ids = list(layout.ring_token_ids.view(runner_part, base))
         self.draft_token_ids = list(layout.ring_draft_token_ids.view(runner_part, base))
         self.logprobs = list(layout.ring_logprobs.view(runner_part, base))
         # The arrays keep their memory alive for the addresses beside them.
@@ -50,6 +50,17 @@ class SampleRingWriter:
             ids, num_rows, self._max_width, target, header, address, self._is_sleeping_address, step, seq, batch_slot,
             draft_width, logprobs_width,
         )  # fmt: skip
+
+    def describe(self, step: int, seq: int, batch_slot: int, width: int, draft_width: int) -> bool:
+        """Publishes a step whose ids a device brings: it stores ARRIVED after them. Whether a doorbell is needed.
+
+        Ids and drafts that the CPU has are in `token_ids` and `draft_token_ids` of the slot already.
+        """
+        _, header, address = self._slots[step % len(self._slots)]
+        described: int = self._describe_slot(
+            header, address, self._is_sleeping_address, step, seq, batch_slot, width, draft_width
+        )
+        return described < 0
 
 
 class SampleRingReader:

@@ -131,6 +131,17 @@ class Segment:
         start, end = self.layout.runner_offset, self.layout.runner_end
         return self._map(start, end - start, writable=True)
 
+    def device_part(self) -> memoryview:
+        """The RUNNER part and the frames, writable and shared, for the runner's device and nobody else: starts at
+        `layout.runner_offset`, ends at `layout.table_offset`.
+
+        Pages that a process has mapped read-only can be pinned on some platforms only (`cudaHostRegisterReadOnly` is
+        an error where the device does not support it), and a private writable mapping would be pinned as a copy that
+        never sees what the bookkeeper writes. So the pages are mapped once more, and this mapping is never handed out.
+        """
+        start, end = self.layout.runner_offset, self.layout.table_offset
+        return self._map(start, end - start, writable=True)
+
     def close(self) -> None:
         """Lets go of the descriptor. Idempotent. Views taken before stay valid until they are dropped."""
         if self.descriptor >= 0:

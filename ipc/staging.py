@@ -36,6 +36,22 @@ def _copy(ids, num_rows, max_width, target):
     return width
 
 
+@rule
+def _describe(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width,
+              logprobs_width):  # fmt: skip
+    """The second half of a step in the ring. Returns -1 where the bookkeeper sleeps, else the width."""
+    header[_MESSAGE_SEQ] = seq
+    header[_BATCH_SLOT] = batch_slot
+    header[_WIDTH] = width
+    header[_DRAFT_WIDTH] = draft_width
+    header[_LOGPROBS_WIDTH] = logprobs_width
+    store_release(header_address + _WORD_BYTES * _DESCRIBED, step)
+    # The step is stored, then the sleeper is looked for; the bookkeeper says that it sleeps, then looks for a step.
+    # With a fence between the two on both sides, at least one of them sees the other: no step is slept over.
+    fence()
+    return -1 if load_acquire(is_sleeping_address) != 0 else width
+
+
 @kernel(*((ids, _INT, _INT, _TARGET) for ids in _IDS))
 def stage(ids, num_rows, max_width, target):
     """Copies ids [num_rows] or [num_rows, width] into `target`; returns the width, `WRONG_SHAPE` for another shape."""
@@ -52,13 +68,13 @@ def fill_slot(ids, num_rows, max_width, target, header, header_address, is_sleep
         return WRONG_SHAPE
     # The bookkeeper reads the ids once it has seen ARRIVED, which this thread stores after them.
     store_release(header_address + _WORD_BYTES * _ARRIVED, step)
-    header[_MESSAGE_SEQ] = seq
-    header[_BATCH_SLOT] = batch_slot
-    header[_WIDTH] = width
-    header[_DRAFT_WIDTH] = draft_width
-    header[_LOGPROBS_WIDTH] = logprobs_width
-    store_release(header_address + _WORD_BYTES * _DESCRIBED, step)
-    # The step is stored, then the sleeper is looked for; the bookkeeper says that it sleeps, then looks for a step.
-    # With a fence between the two on both sides, at least one of them sees the other: no step is slept over.
-    fence()
-    return -1 if load_acquire(is_sleeping_address) != 0 else width
+    return _describe(
+        header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width, logprobs_width
+    )
+
+
+@kernel((types.int64[::1], _INT, _INT, _INT, _INT, _INT, _INT, _INT))
+def describe_slot(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width):
+    """Publishes a step whose ids a device brings, now or later, and after them ARRIVED. It has no logprobs. Returns as
+    `fill_slot`."""
+    return _describe(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width, 0)

@@ -7,6 +7,7 @@ applies each once. Arrays travel as raw little-endian bytes and are read without
 from __future__ import annotations
 
 import hashlib
+import signal
 import struct
 import typing
 from typing import Any
@@ -15,15 +16,17 @@ import msgspec
 import numpy as np
 
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import layout_hash
+from asyncbook.ipc.layout import Layout, layout_hash
 
-MAX_MESSAGE_BYTES = 1 << 30
+MAX_EVENT_BYTES = 1 << 16
+MAX_STOP_IDS = 1 << 16  # of a request
+MAX_REQUEST_ID_BYTES = 1 << 16
 NUM_BATCH_SLOTS = 32  # batches the book remembers; the runner describes an older one again
 
 NO_BYTES = memoryview(b"")
 
 
-class Command(msgspec.Struct, array_like=True, gc=False):
+class Command(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """Runner to sidecar. `seq` counts from 1."""
 
     seq: int
@@ -114,7 +117,7 @@ class Stop(Command, tag=10):
     """The last message: apply what came before, flush, end."""
 
 
-class RestoredRow(msgspec.Struct, array_like=True):
+class RestoredRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What a request in a row was admitted with and the segment does not hold."""
 
     row: int
@@ -124,7 +127,7 @@ class RestoredRow(msgspec.Struct, array_like=True):
     skip_special_tokens: bool
 
 
-class RestoredBatch(msgspec.Struct, array_like=True):
+class RestoredBatch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What a batch slot held; see `DescribeBatch`."""
 
     slot: int
@@ -153,7 +156,7 @@ class BatchField:
 DEFAULT_SCHEDULED = -1
 
 
-class Setup(msgspec.Struct, array_like=True):
+class Setup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """First thing in the sidecar's lifetime pipe: what it needs and does not find in the segment."""
 
     token: bytes
@@ -163,15 +166,20 @@ class Setup(msgspec.Struct, array_like=True):
     spin_us: int
     idle_policy: str
     sidecar_cpu: int | None
+    runner_pid: int
+    max_command_bytes: int
     is_restart: bool  # another sidecar had the segment before: wait for `Restore`
     schema_hash: str
 
+
+# Sent to whole groups of processes, they are the runner's to answer.
+RUNNER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # The set-up goes through a pipe: its length, then its bytes.
 SETUP_LENGTH = struct.Struct("<I")
 
 
-class Event(msgspec.Struct, array_like=True):
+class Event(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Sidecar to runner."""
 
 
@@ -214,6 +222,17 @@ AnyCommand = Admit | DescribeBatch | Step | Abort | Preempt | Resume | Rewind | 
 AnyEvent = Compiling | Ready | Refused | Wake | Fault
 
 
+def max_command_bytes(layout: Layout) -> int:
+    """No command of a right runner is longer. Numbers take 9 bytes at most, and 5 stand in front of an array."""
+    n = layout.max_num_reqs
+    admission = MAX_REQUEST_ID_BYTES + 5 * layout.max_model_len + 9 * MAX_STOP_IDS
+    batch = 4 * BatchField.COUNT * n
+    step = 4 * n * (1 + 2 * layout.num_spec_tokens + (1 + layout.num_spec_tokens) * layout.entry_size)
+    # As many stop ids as all rows may have are more than any message should bring: a book of a few rows with many.
+    restore = NUM_BATCH_SLOTS * (batch + 64) + min(n * 9 * MAX_STOP_IDS, 1 << 30) + 64 * n
+    return max(admission, batch, step, restore) + 4096
+
+
 def schema_hash() -> str:
     """16 hex digits that change when any message's fields, types, order or tag change, or the layout of the segment."""
     text = [layout_hash()]
@@ -236,7 +255,8 @@ encode = _encoder.encode
 def _decode(decoder: Any, data: memoryview | bytes, what: str) -> Any:
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+    # ValidationError is a DecodeError. The last two: nested too deeply, or longer than there is memory.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise BadMessage(f"{what} of {len(data)} bytes does not decode: {error}") from error
 
 

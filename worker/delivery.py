@@ -18,6 +18,7 @@ class LogDelivery:
         """Writes what is new as of `step`; False where rows have to wait for the runner to read."""
         while (departed := outbox.take_departed()) is not None:
             if not self._write_departed(departed, step):
+                self._log.note_drop(departed.request_no)
                 outbox.num_dropped_requests += 1
         log = self._log.outputs
         while outbox.has_pending:

@@ -237,7 +237,7 @@ class Stream:
                     break
                 num_ids *= 2
             if not text:
-                return []
+                return priming
         return self._any_word if ids else []
 
     def step(self, token_id: int) -> str:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import time
 from typing import TYPE_CHECKING
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.channel import SidecarChannel
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import Counter, Layout, RunnerWord, Word
+from asyncbook.ipc.layout import Counter, Histogram, Layout, RunnerWord, Word
 from asyncbook.ipc.outputs_log import OutputsLogWriter
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingReader
+from asyncbook.worker.arrival import Arrivals
 from asyncbook.worker.bookkeeper import Bookkeeper
 from asyncbook.worker.delivery import LogDelivery
 from asyncbook.worker.idle import Idle, IdlePolicy
 from asyncbook.worker.ledger import Outcome
+from asyncbook.worker.warm import Warmth
 
 if TYPE_CHECKING:
     from asyncbook.worker.text import TextRows
@@ -30,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 NAP_MS = 1
 MAX_LOGGED_KINDS = 100
+_NUMBERS = re.compile(r"-?[0-9]+")
 
 
 class DutyCycle:
@@ -51,7 +56,9 @@ class DutyCycle:
         self._log = OutputsLogWriter(layout, memory)
         self._bookkeeper = Bookkeeper(layout, memory, vocab_size, LogDelivery(self._log), self._log, text_rows)
         self._ledger = self._bookkeeper.ledger
+        self._warmth = Warmth(self._ledger)
         self._ring = SampleRingReader(layout, memory)
+        self._arrivals = Arrivals(layout.histograms.view(memory)[Histogram.WAIT_FOR_TOKENS])
         self._counters = layout.counters.view(memory)
         words = layout.words.view(memory)
         self._applied_seq = OwnWord(words, Word.APPLIED_SEQ)
@@ -119,7 +126,7 @@ class DutyCycle:
 
     def _count_bad(self, reason: str) -> None:
         self._counters[Counter.BAD_MESSAGES] += 1
-        kind = reason.split(":")[0]
+        kind = _NUMBERS.sub("#", reason.split(":")[0])
         if kind not in self._logged_kinds and len(self._logged_kinds) < MAX_LOGGED_KINDS:
             self._logged_kinds.add(kind)
             logger.warning("skipped a bad message (further ones of this kind are only counted): %s", reason)
@@ -129,9 +136,12 @@ class DutyCycle:
     def _wait(self) -> bool:
         """Before the next look. False when the runner is gone."""
         what = self._idle_policy.idle()
+        if self._arrivals.is_waiting:
+            return self._wait_for_ids(what)
         if what is not Idle.SPIN and self._ring.is_submitted(self._ledger.step + 1):
-            what = Idle.SPIN  # its ids come from a device, which rings no bell
+            what = Idle.SPIN  # came since the look
         if what is Idle.SPIN:
+            self._warmth.keep()
             os.sched_yield()
             return True
         self._log.overflow.give_back()
@@ -146,6 +156,15 @@ class DutyCycle:
         self._is_sleeping.store_release(0)
         return runner_lives
 
+    def _wait_for_ids(self, what: Idle) -> bool:
+        """They come from a device, which rings no bell. What comes on the socket meanwhile is behind them in order."""
+        if what is Idle.SPIN:
+            self._warmth.keep()
+            os.sched_yield()
+        else:
+            time.sleep(self._arrivals.nap_s())
+        return self._wait_for_command(0) if self._arrivals.is_time_to_look_up() else True
+
     def _wait_for_command(self, timeout_ms: int | None) -> bool:
         if not self._has_all_delivered:
             self._flush()
@@ -157,7 +176,9 @@ class DutyCycle:
         """False where the step's ids have not arrived yet."""
         step = self._ledger.step + 1
         if not self._ring.has_arrived(step):
+            self._arrivals.missing()
             return False
+        self._arrivals.arrived()
         seq, batch_slot, sampled, width, drafts, draft_width, entries, logprobs_width = self._ring.read(step)
         self._bookkeeper.apply_step(
             seq, step, batch_slot, sampled, width, drafts, draft_width, entries, logprobs_width
@@ -166,16 +187,19 @@ class DutyCycle:
         return True
 
     def _apply(self, message: wire.AnyCommand) -> Outcome:
+        is_restore = type(message) is wire.Restore
         try:
+            if is_restore is not self._waits_for_restore:
+                raise BadMessage("what was before a restart comes first after one, and at no other time")
             outcome = self._bookkeeper.apply(message)
         except BadMessage as error:
-            if message.seq != self._ledger.applied_seq + 1:
+            # A sidecar that cannot take over says so and ends: the runner waits for it.
+            if self._waits_for_restore or message.seq > self._ledger.applied_seq + 1:
                 raise
             # Refused with nothing changed. Were it the runner's own, its next message would show the gap.
             self._count_bad(str(error))
             return Outcome.REPLAYED
-        if isinstance(message, wire.Restore):
-            self._waits_for_restore = False
+        self._waits_for_restore = False
         if isinstance(message, wire.Step):
             self._after_step()
         else:

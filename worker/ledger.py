@@ -14,10 +14,11 @@ import numpy as np
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BadMessage
-from asyncbook.ipc.layout import INT32_MAX, NUM_CHECKPOINTS, Counter, Field, FinishReason, Layout
+from asyncbook.ipc.layout import NUM_CHECKPOINTS, UINT32_MAX, Counter, Field, FinishReason, Layout
 from asyncbook.ipc.segment import give_back
 from asyncbook.ipc.wire import BatchField
 from asyncbook.worker import kernels, rules
+from asyncbook.worker.checks import check_logprobs_width, check_range, check_stop_ids, checked_admission, checked_batch
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
 from asyncbook.worker.logprobs import NO_ENTRIES, LogprobTable
 from asyncbook.worker.outbox import Outbox
@@ -145,24 +146,7 @@ class Ledger:
         return int(batch.shape[1])
 
     def _describe_batch(self, message: wire.DescribeBatch) -> Outcome:
-        if not 0 <= message.slot < wire.NUM_BATCH_SLOTS:
-            raise BadMessage(f"batch slot {message.slot}, expected 0 to {wire.NUM_BATCH_SLOTS - 1}")
-        if len(message.fields) % (4 * BatchField.COUNT):
-            raise BadMessage(f"a batch of {len(message.fields)} bytes, expected a multiple of {4 * BatchField.COUNT}")
-        # A copy: the message's memory is not the ledger's.
-        batch = np.frombuffer(message.fields, np.int32).reshape(BatchField.COUNT, -1).copy()
-        rows = batch[BatchField.ROW]
-        if rows.size and not 0 <= rows.min() <= rows.max() < self.tables.layout.max_num_reqs:
-            raise BadMessage(f"a batch names rows {rows.min()} to {rows.max()} of {self.tables.layout.max_num_reqs}")
-        in_order = np.sort(rows)
-        if (in_order[1:] == in_order[:-1]).any():
-            raise BadMessage("a batch names a row twice")
-        if rows.size and batch[BatchField.NUM_DRAFT_TOKENS].min() < 0:
-            raise BadMessage("a batch has a negative number of drafts")
-        widths, most = batch[BatchField.LOGPROBS_WIDTH], 1 + self.tables.layout.max_logprobs
-        if rows.size and not 0 <= widths.min() <= widths.max() <= most:
-            raise BadMessage(f"a batch wants {widths.min()} to {widths.max()} logprobs an id, expected 0 to {most}")
-        self._batches[message.slot] = batch
+        self._batches[message.slot] = checked_batch(message.slot, message.fields, self.tables.layout)
         return Outcome.APPLIED
 
     def _step(self, message: wire.Step) -> Outcome:
@@ -179,8 +163,9 @@ class Ledger:
 
     def _entries_size(self, message: wire.Step) -> int:
         """int32 values of the logprobs that a step must have come with."""
+        check_logprobs_width(message.logprobs_width, self.tables.layout)
         batch = self._batches[message.slot]
-        if message.logprobs_width <= 0 or batch is None:
+        if message.logprobs_width == 0 or batch is None:
             return 0
         widths = np.minimum(batch[BatchField.LOGPROBS_WIDTH], message.logprobs_width)
         return message.width * int(np.count_nonzero(widths) + 2 * widths.sum())
@@ -200,8 +185,7 @@ class Ledger:
             raise BadMessage(f"step {step} came after step {self.step}")
         if not (0 < width <= 1 + layout.num_spec_tokens and 0 <= draft_width <= layout.num_spec_tokens):
             raise BadMessage(f"step {step} of {num_rows} rows has {width} ids and {draft_width} drafts a row")
-        if not 0 <= logprobs_width <= 1 + layout.max_logprobs:
-            raise BadMessage(f"step {step} has {logprobs_width} logprobs an id of {1 + layout.max_logprobs}")
+        check_logprobs_width(logprobs_width, layout)
         tables, frame, batch = self.tables, step % layout.num_frames, self._batches[slot]
         assert batch is not None
         stop_strings_at = self._no_stop_strings
@@ -221,12 +205,15 @@ class Ledger:
 
     # The life of a row
 
-    def _transition(self, row: int, event: LifeEvent) -> Effect:
+    def _next_state(self, row: int, event: LifeEvent) -> tuple[State, Effect]:
         state = State(int(self.work[Field.STATE, row]))
         try:
-            next_state, effect = TRANSITIONS[state, event]
+            return TRANSITIONS[state, event]
         except KeyError:
             raise BadMessage(f"row {row} is {state.name}, and {event.value} cannot happen to it") from None
+
+    def _transition(self, row: int, event: LifeEvent) -> Effect:
+        next_state, effect = self._next_state(row, event)
         self.work[Field.STATE, row] = next_state
         self.work[Field.IS_DIRTY, row] = NUM_CHECKPOINTS
         return effect
@@ -246,21 +233,15 @@ class Ledger:
             self.lengths[rules.TOUCHED] += 1
 
     def _admit(self, message: wire.Admit) -> Outcome:
-        row, layout, work = message.row, self.tables.layout, self.work
-        prompt = np.frombuffer(message.prompt_token_ids, np.int32)
-        outputs = np.frombuffer(message.output_token_ids, np.int32)
+        row, work = message.row, self.work
+        prompt, outputs, is_prompt_token_ids = checked_admission(message, self.tables.layout, self.vocab_size)
         num_tokens = prompt.size + outputs.size
-        if not (0 <= row < layout.max_num_reqs and prompt.size > 0 and num_tokens <= layout.max_model_len):
-            raise BadMessage(f"{prompt.size} prompt and {outputs.size} output ids for row {row} do not fit the book")
-        is_prompt_token_ids = None
-        if message.is_token_ids is not None:
-            is_prompt_token_ids = np.frombuffer(message.is_token_ids, np.bool_)
-            if is_prompt_token_ids.size != prompt.size:
-                raise BadMessage(f"a mask of {is_prompt_token_ids.size} for a prompt of {prompt.size}")
+        next_generation = int(self.generation[row]) + 1
+        check_range("the generation of an admission", message.generation, next_generation, next_generation)
         if "" in message.stop:
             raise BadMessage(f"request {message.request_id!r} has an empty stop string")
-        if not 0 <= message.logprobs_width <= 1 + layout.max_logprobs:
-            raise BadMessage(f"{message.logprobs_width} logprobs an id of {1 + layout.max_logprobs} for row {row}")
+        self._next_state(row, LifeEvent.ADMIT)
+        self._make_room_for_stop_ids(len(message.stop_ids))
         self._transition(row, LifeEvent.ADMIT)
         self._set_stop_ids(row, message.stop_ids)
         self.generation[row] = message.generation
@@ -272,8 +253,8 @@ class Ledger:
         work[Field.LOGPROBS_WIDTH, row], work[Field.NUM_WITH_LOGPROBS, row] = message.logprobs_width, outputs.size
         work[Field.LAST_TOKEN_ID, row] = outputs[-1] if outputs.size else prompt[-1]
         work[Field.STOP_REASON, row] = -1
-        work[Field.MAX_TOKENS, row] = min(message.max_tokens, INT32_MAX)
-        work[Field.MIN_TOKENS, row] = min(message.min_tokens, INT32_MAX)
+        work[Field.MAX_TOKENS, row] = message.max_tokens
+        work[Field.MIN_TOKENS, row] = message.min_tokens
         tables = self.tables
         tables.token_ids[row, : prompt.size] = prompt
         tables.token_ids[row, prompt.size : num_tokens] = outputs
@@ -291,19 +272,40 @@ class Ledger:
     def _restore(self, message: wire.Restore) -> Outcome:
         if message.seq != self.applied_seq:
             raise BadMessage(f"what was so at message {message.seq} came after message {self.applied_seq}")
-        for row in message.rows:
-            self._set_stop_ids(row.row, row.stop_ids)
-            if self.texts is not None:
-                self.texts.restore(row)
-        for batch in message.batches:
-            self._describe_batch(wire.DescribeBatch(message.seq, batch.slot, batch.fields))
+        stop_ids = {row.row: row.stop_ids for row in message.rows}
+        self._check_restored(stop_ids)
+        batches = {batch.slot: checked_batch(batch.slot, batch.fields, self.tables.layout) for batch in message.batches}
+        self._make_room_for_stop_ids(max(map(len, stop_ids.values()), default=0))
+        for row, ids in stop_ids.items():
+            self._set_stop_ids(row, ids)
+        if self.texts is not None:
+            for restored in message.rows:
+                self.texts.restore(restored)
+        for slot, batch in batches.items():
+            self._batches[slot] = batch
         return Outcome.APPLIED
 
+    def _check_restored(self, stop_ids: dict[int, list[int]]) -> None:
+        """The columns say which rows are held and how many stop ids each has: neither more nor less must come."""
+        held = np.flatnonzero(self.work[Field.STATE] != State.FREE).tolist()
+        if sorted(stop_ids) != held:
+            raise BadMessage(f"what is to be restored is of {len(stop_ids)} rows, expected {len(held)}")
+        for row, ids in stop_ids.items():
+            check_stop_ids(ids)
+            if len(ids) != self.work[Field.NUM_STOP_IDS, row]:
+                raise BadMessage(f"{len(ids)} stop ids are to be restored in row {row}, it has another number")
+
+    def _make_room_for_stop_ids(self, num_stop_ids: int) -> None:
+        if num_stop_ids <= self.stop_ids.shape[1]:
+            return
+        try:  # as zeroed memory, of which only what is in use costs anything
+            wider = np.zeros((self.stop_ids.shape[0], 2 * num_stop_ids), np.int32)
+        except MemoryError:
+            raise BadMessage(f"no memory for {num_stop_ids} stop ids") from None
+        wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+        self.stop_ids = wider
+
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
-        if len(stop_ids) > self.stop_ids.shape[1]:
-            wider = np.zeros((self.stop_ids.shape[0], 2 * len(stop_ids)), np.int32)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.work[Field.NUM_STOP_IDS, row] = len(stop_ids)
 
@@ -352,7 +354,9 @@ class Ledger:
     def _recompute(self, message: wire.Resume | wire.Rewind, event: LifeEvent) -> Outcome:
         """`generation` is the new one: whatever was launched under the one before is stale from here on."""
         row = message.row
+        check_range("num_computed_tokens", message.num_computed_tokens, 0, self.tables.layout.max_model_len)
         if not self._is_stale(row, message.generation - 1):
+            check_range("generation", message.generation, 1, UINT32_MAX)
             if self._transition(row, event) is Effect.RECOMPUTE:
                 self.work[Field.NUM_COMPUTED_TOKENS, row] = message.num_computed_tokens
                 self.work[Field.REMEMBERED_COMPUTED, row] = message.num_computed_tokens

@@ -71,8 +71,8 @@ class Outbox:
         self._departed: deque[Departed] = deque()
         self._num_departed_token_ids = 0
         self.num_dropped_requests = 0
-        # Ends that the process before this one delivered after its last checkpoint, by request number: they happen
-        # again, and are not delivered again.
+        # How many ends the process before this one delivered after its last checkpoint, by request number: they happen
+        # again, and are not delivered again. Without an entry once they have.
         self.ends_to_skip: Counter[int] = Counter()
 
     @property
@@ -136,8 +136,8 @@ class Outbox:
     def skip_delivered_end(self, row: int) -> None:
         """Where the row's request has ended, and the process before this one delivered that: nothing is to be."""
         request_no = int(self._work[Field.REQUEST_NO, row])
-        if self._work[Field.IS_PENDING, row] and self.ends_to_skip[request_no]:
-            self.ends_to_skip[request_no] -= 1
+        if self._work[Field.IS_PENDING, row] and request_no in self.ends_to_skip:
+            self.ends_to_skip -= Counter((request_no,))  # keeps no zeros
             self.remove(row)
             self._work[_NUM_DELIVERED, row] = self._work[_NUM_OUTPUT_TOKENS, row]
 

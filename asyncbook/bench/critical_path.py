@@ -1,204 +1,158 @@
 """`asyncbook bench critical-path`: what the runner pays a step, paced as an engine is, all arms in one run.
 
-In each round every arm does a few steps at the given interval, so that a busy moment of the machine hits all of them.
-What an arm was given is drawn from one seed; what it committed and delivered is compared at the end.
+How steps are paced, and what is done about missed sends, is in `pacing.py`; what is done, in `workloads.py`; who does
+it, in `arms.py`.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
-import asyncbook
-from asyncbook import Book, BookConfig, Logprobs, RequestParams
-from asyncbook.bench.per_row_loop import PerRowLoop
+from asyncbook.bench.about import command_line, describe_run, make_console, note, write_json
+from asyncbook.bench.options import choices, import_extra, numbers
+from asyncbook.bench.workloads import WORKLOADS
 
-VOCAB_SIZE = 128_000
-EOS_TOKEN_ID = VOCAB_SIZE - 1
-NUM_PROMPT_TOKENS = 32
-STEPS_PER_ROUND = 25
-WARM_UP_STEPS = 25
-PERCENTS = (50, 90, 99, 100)
-PERCENTILES = ("p50", "p90", "p99", "max")
-WITH_STOPS = RequestParams(eos_token_id=EOS_TOKEN_ID)
-ARMS = ("loop", "embedded", "sidecar zmq", "sidecar ring")
-
-
-@dataclass
-class Costs:
-    """Nanoseconds of each measured step: in the runner, and from the call until the step was published."""
-
-    runner_ns: list[int] = field(default_factory=list)
-    applied_ns: list[int] = field(default_factory=list)
-
-
-class LoopArm:
-    """The per-row loop."""
-
-    def __init__(self, num_rows: int, max_model_len: int) -> None:
-        self._loop = PerRowLoop(num_rows, max_model_len, NUM_PROMPT_TOKENS, EOS_TOKEN_ID)
-        self.num_delivered = 0
-
-    def step(self, sampled: np.ndarray, costs: Costs) -> None:
-        start_ns = time.monotonic_ns()
-        self._loop.submit(sampled)
-        costs.runner_ns.append(time.monotonic_ns() - start_ns)
-        costs.applied_ns.append(costs.runner_ns[-1])
-        self.num_delivered += sum(len(ids) for _, ids, _ in self._loop.outputs)
-
-    def history(self, row: int) -> np.ndarray:
-        return self._loop.token_ids[row, NUM_PROMPT_TOKENS : self._loop.num_tokens_no_spec[row]]
-
-
-class BookArm:
-    """A book, embedded or with a sidecar."""
-
-    def __init__(self, book: Book, num_rows: int, params: RequestParams = WITH_STOPS) -> None:
-        self._book = book
-        prompt = np.arange(NUM_PROMPT_TOKENS)
-        self._rows = [book.admit(f"request-{row}", prompt, params) for row in range(num_rows)]
-        self._batch = book.batch(self._rows)
-        self.num_delivered = 0
-
-    def step(self, sampled: np.ndarray, costs: Costs) -> None:
-        logprobs = self._logprobs(sampled)
-        start_ns = time.monotonic_ns()
-        step = self._book.submit(self._batch, sampled, logprobs=logprobs)
-        costs.runner_ns.append(time.monotonic_ns() - start_ns)
-        self._book.wait_applied(step)
-        costs.applied_ns.append(self._book.frame(step).published_ns - start_ns)
-        self.num_delivered += sum(outputs.token_ids.size for outputs in self._book.poll_outputs())
-
-    def _logprobs(self, sampled: np.ndarray) -> Logprobs | None:
-        """What the sampler gives with a step."""
-        return None
-
-    def history(self, row: int) -> np.ndarray:
-        return self._book.output_token_ids(self._rows[row])
-
-
-Arm = LoopArm | BookArm
-
-
-@contextmanager
-def open_arm(name: str, num_rows: int, max_model_len: int) -> Iterator[Arm]:
-    """An arm by its name in `ARMS`."""
-    if name == "loop":
-        yield LoopArm(num_rows, max_model_len)
-        return
-    config = BookConfig(
-        max_num_reqs=num_rows,
-        max_model_len=max_model_len,
-        vocab_size=VOCAB_SIZE,
-        transport="ring" if name == "sidecar ring" else "zmq",
-        idle_policy="cadence" if name == "sidecar ring" else "spin-then-sleep",
-    )
-    with asyncbook.open(config) if name == "embedded" else asyncbook.spawn(config) as book:
-        yield BookArm(book, num_rows)
-
-
-def _pace(sampled: np.ndarray, arm: Arm, costs: Costs, interval_ns: int) -> None:
-    """Steps at fixed times. A step that comes late is not made up for: the next one keeps its own distance."""
-    for ids in sampled:
-        due_ns = time.monotonic_ns() + interval_ns
-        arm.step(ids, costs)
-        time.sleep(max(due_ns - time.monotonic_ns(), 0) / 1e9)
-
-
-def measure(
-    num_rows: int, num_steps: int, interval_ms: float, on_round: Callable[[], None] = lambda: None
-) -> dict[str, Costs]:
-    """Costs by arm. Raises `AssertionError` where arms disagree on a committed or delivered token."""
-    rng = np.random.default_rng(num_rows)
-    total = WARM_UP_STEPS + num_steps
-    sampled = rng.integers(0, EOS_TOKEN_ID, (total, num_rows, 1), np.int32)
-    costs = {name: Costs() for name in ARMS}
-    with ExitStack() as stack:
-        arms = {name: stack.enter_context(open_arm(name, num_rows, NUM_PROMPT_TOKENS + total + 1)) for name in ARMS}
-        for start in range(0, total, STEPS_PER_ROUND):
-            for name, arm in arms.items():
-                _pace(sampled[start : start + STEPS_PER_ROUND], arm, costs[name], int(interval_ms * 1e6))
-            on_round()
-        for name, arm in arms.items():
-            assert arm.num_delivered == sampled.size, f"{name} delivered {arm.num_delivered} of {sampled.size} ids"
-            for row in range(num_rows):
-                assert np.array_equal(arm.history(row), sampled[:, row, 0]), f"{name} differs in row {row}"
-    for cost in costs.values():
-        del cost.runner_ns[:WARM_UP_STEPS], cost.applied_ns[:WARM_UP_STEPS]
-    return costs
-
-
-def _percentiles_us(durations_ns: list[int]) -> dict[str, float]:
-    values = np.percentile(durations_ns, PERCENTS) / 1000
-    return {name: round(float(value), 1) for name, value in zip(PERCENTILES, values, strict=True)}
-
-
-def summary(costs: dict[str, Costs]) -> dict[str, dict[str, Any]]:
-    """By arm: percentiles in microseconds of what the runner paid and of submit to published, and the share of the
-    loop's median and 99th percentile that the runner paid."""
-    arms: dict[str, dict[str, Any]] = {}
-    for name, cost in costs.items():
-        runner = _percentiles_us(cost.runner_ns)
-        loop = arms.get("loop", {"runner_us": runner})["runner_us"]
-        arms[name] = {
-            "runner_us": runner,
-            "published_us": _percentiles_us(cost.applied_ns),
-            "share_of_loop_p50": round(runner["p50"] / loop["p50"], 4),
-            "share_of_loop_p99": round(runner["p99"] / loop["p99"], 4),
-        }
-    return arms
-
-
-def _table(num_rows: int, interval_ms: float, arms: dict[str, dict[str, Any]]) -> Any:
+if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-    title = f"{num_rows} rows, a step each {interval_ms:g} ms: us of the runner a step, and until it was published"
-    table = Table(title=title, title_justify="left")
-    for heading in ("arm", *PERCENTILES, "of loop", "published", "p99"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
-    for name, arm in arms.items():
-        runner, published = arm["runner_us"], arm["published_us"]
-        cells = [f"{runner[percentile]:,.0f}" for percentile in PERCENTILES]
-        share = f"{100 * arm['share_of_loop_p50']:.1f} %"
-        table.add_row(name, *cells, share, f"{published['p50']:,.0f}", f"{published['p99']:,.0f}")
-    return table
+    from asyncbook.bench.arms import OpenArm
+    from asyncbook.bench.pacing import Pace
+
+ARM_NAMES = ("loop", "numpy (PR)", "embedded", "thread", "sidecar zmq", "sidecar ring")  # those of `arms.ARMS`
+QUICK: dict[str, Any] = {"workloads": ("plain",), "rows": (16, 256), "intervals_ms": (5.0,), "steps": 50}
+
+Case = dict[str, Any]  # workload, rows, interval_ms, and by arm what `pacing.summary` says, with the distribution
 
 
 @click.command("critical-path")
-@click.option("--rows", default="64,256,1024", show_default=True, help="Numbers of rows, with commas between them.")
-@click.option("--interval-ms", type=click.FloatRange(0.1), default=5.0, show_default=True, help="From step to step.")
-@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="To measure, for each arm.")
-@click.option("--quick", is_flag=True, help="50 steps: about 20 seconds.")
+@click.option("--workloads", callback=choices(tuple(WORKLOADS)), default="plain,drafts,stops", show_default=True,
+              help=f"Some of {','.join(WORKLOADS)}.")  # fmt: skip
+@click.option("--rows", callback=numbers(1), default="1,8,64,256,1024,4096", show_default=True)
+@click.option("--interval-ms", "intervals_ms", callback=numbers(0.1), default="5", show_default=True,
+              help="From step to step; several with commas.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="To count, for each arm.")
+@click.option("--arms", callback=choices(ARM_NAMES), help=f"Some of {','.join(ARM_NAMES)}.  [default: all]")
+@click.option("--peer", type=click.Choice(["vllm"]), help="Real vLLM's functions as well, where it is importable.")
+@click.option("--quick", is_flag=True, help="One workload, two sizes, 50 steps: about 20 seconds.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Writes everything there.")
-def critical_path_command(rows: str, interval_ms: float, steps: int, quick: bool, json_path: Path | None) -> None:
-    """What the runner pays a step, paced as an engine is, all arms side by side; results are compared in the run."""
-    from rich.console import Console
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draws a picture there.")
+@click.pass_context
+def critical_path_command(
+    context: click.Context,
+    workloads: tuple[str, ...],
+    rows: tuple[int, ...],
+    intervals_ms: tuple[float, ...],
+    steps: int,
+    arms: tuple[str, ...] | None,
+    peer: str | None,
+    quick: bool,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    """What the runner pays a step, paced as an engine is, all arms side by side; results are compared in the run.
+
+    Percentiles of the call in microseconds; "due" counts from when the step was due, where earlier ones made it late;
+    "publ." from the call until a reader could see the step. Ctrl-C shows what was measured until then.
+    """
+    import_extra(plot=plot_path is not None)
+    if quick:
+        workloads, rows, intervals_ms, steps = QUICK["workloads"], QUICK["rows"], QUICK["intervals_ms"], QUICK["steps"]
+    about = describe_run(command_line(context, "bench critical-path"))
+    console = make_console(about)
+    cases, is_complete = run_cases(console, workloads, rows, intervals_ms, steps, arms or ARM_NAMES, peer)
+    if json_path is not None:
+        write_json(json_path, about, {"complete": is_complete, "cases": cases})
+    if plot_path is not None and cases:
+        from asyncbook.bench.pictures import draw_critical_path
+
+        draw_critical_path(plot_path, cases, note(about))
+
+
+def run_cases(
+    console: Console,
+    workloads: tuple[str, ...],
+    rows: tuple[int, ...],
+    intervals_ms: tuple[float, ...],
+    num_steps: int,
+    arms: tuple[str, ...],
+    peer: str | None = None,
+    show: bool = True,
+) -> tuple[list[Case], bool]:
+    """Measures with a progress bar, and shows a table as each case is done. False where Ctrl-C ended it early."""
     from rich.progress import Progress
 
-    from asyncbook.bench.update_report import describe_run
+    from asyncbook.bench.arms import ArmsDiffer
+    from asyncbook.bench.pacing import histogram_us, measure, summary
 
-    steps = 50 if quick else steps
-    sizes = [int(part) for part in rows.split(",")]
-    about = describe_run(f"asyncbook bench critical-path --rows {rows} --interval-ms {interval_ms:g} --steps {steps}")
-    results: dict[int, dict[str, dict[str, Any]]] = {}
-    console = Console()
-    try:
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(sizes) * -(-(WARM_UP_STEPS + steps) // STEPS_PER_ROUND))
-            for num_rows in sizes:
-                progress.update(task, description=f"{num_rows} rows")
-                costs = measure(num_rows, steps, interval_ms, lambda: progress.advance(task))
-                results[num_rows] = summary(costs)
-                console.print(_table(num_rows, interval_ms, results[num_rows]))
-    except KeyboardInterrupt:
-        console.print("stopped: what is above was measured")
-    if json_path is not None:
-        json_path.write_text(json.dumps({"about": about, "interval_ms": interval_ms, "rows": results}, indent=1))
+    cases: list[Case] = []
+    with Progress(console=console, transient=True) as progress:
+        todo = list(_cases(workloads, rows, intervals_ms, num_steps))
+        task = progress.add_task("", total=sum(pace.num_rounds for _, _, pace in todo))
+        for name, num_rows, pace in todo:
+            case: Case = {"workload": name, "rows": num_rows, "interval_ms": pace.interval_ms}
+            progress.update(task, description=f"{name}, {num_rows} rows, {pace.interval_ms:g} ms")
+            openers = _openers(arms, peer, name)
+            try:
+                measured = measure(WORKLOADS[name], num_rows, pace, openers, lambda: progress.advance(task))
+            except ArmsDiffer as error:
+                raise click.ClickException(f"{name}, {num_rows} rows: {error}") from error
+            case["arms"] = summary(measured)
+            for arm, figures in case["arms"].items():
+                figures["runner_histogram"] = histogram_us(measured.costs[arm].runner_ns)
+            if case["arms"]:
+                cases.append(case)
+                if show:
+                    console.print(case_table(case))
+            if not measured.is_complete:
+                console.print("interrupted: what is above was measured", style="bold")
+                return cases, False
+    return cases, True
+
+
+def _cases(
+    workloads: tuple[str, ...], rows: tuple[int, ...], intervals_ms: tuple[float, ...], num_steps: int
+) -> Iterator[tuple[str, int, Pace]]:
+    from asyncbook.bench.pacing import Pace
+
+    for interval_ms in intervals_ms:
+        for name in workloads:
+            for num_rows in rows:
+                yield name, num_rows, Pace(interval_ms, num_steps, round_steps=min(25, num_steps))
+
+
+def _openers(arms: tuple[str, ...], peer: str | None, workload: str) -> dict[str, OpenArm]:
+    from asyncbook.bench.arms import ARMS
+
+    openers = {name: ARMS[name] for name in ARMS if name in arms}
+    if peer == "vllm":
+        from asyncbook.bench.vllm_arms import VLLM_ARMS, can_run
+
+        if can_run(workload):
+            openers |= VLLM_ARMS
+    return openers
+
+
+def case_table(case: Case) -> Table:
+    """One line an arm."""
+    from rich.table import Table
+
+    title = (
+        f"\n{case['workload']}, {case['rows']} rows, a step each {case['interval_ms']:g} ms: us of the runner a step"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    headings = ("arm", "p50", "p90", "p99", "max", "due p99", "late", "of loop", "publ. p50", "p99")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    for name, arm in case["arms"].items():
+        corrected, published = arm["corrected_us"], arm["published_us"]
+        cells = [*arm["runner_us"].values(), corrected["p99"]]
+        share = f"{100 * arm['share_of_loop']['p50']:.1f} %" if "share_of_loop" in arm else "-"
+        late = f"{100 * arm['share_late']:.0f} %"
+        ends = (late, share, f"{published['p50']:,.0f}", f"{published['p99']:,.0f}")
+        table.add_row(name, *(f"{us:,.0f}" for us in cells), *ends)
+    return table

@@ -207,7 +207,7 @@ def text_command(tokenizer: Path, rows: str, steps: int, json_path: Path | None)
     from rich.console import Console
     from rich.progress import Progress
 
-    from asyncbook.bench.update_report import describe_run
+    from asyncbook.bench.about import describe_run
 
     sizes = [int(part) for part in rows.split(",")]
     about = describe_run(f"asyncbook bench text --tokenizer {tokenizer} --rows {rows} --steps {steps}")

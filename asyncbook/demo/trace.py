@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from asyncbook.demo.results import Result
-from asyncbook.demo.timeline import Span
+from asyncbook.demo.timeline import Span, Timeline
 
 LANES = ("runner", "device", "bookkeeper")  # threads of a way's process in the viewer
 
 
-def trace_events(results: Sequence[Result]) -> list[dict[str, Any]]:
+class Traced(Protocol):
+    """A way and what happened when, a demo's or a benchmark's."""
+
+    @property
+    def way(self) -> str: ...
+
+    @property
+    def timeline(self) -> Timeline: ...
+
+
+def trace_events(results: Sequence[Traced]) -> list[dict[str, Any]]:
     """One process a way and one thread a lane; each way starts at 0. Arrows lead from a submit to its apply."""
     events: list[dict[str, Any]] = []
     for pid, result in enumerate(results, 1):
@@ -28,8 +37,10 @@ def trace_events(results: Sequence[Result]) -> list[dict[str, Any]]:
     return events
 
 
-def write_trace(results: Sequence[Result], path: Path) -> None:
-    path.write_text(json.dumps({"traceEvents": trace_events(results), "displayTimeUnit": "ns"}))
+def write_trace(results: Sequence[Traced], path: Path, about: dict[str, Any] | None = None) -> None:
+    """`about`: the run, for whoever finds the file."""
+    trace = {"traceEvents": trace_events(results), "displayTimeUnit": "ns", "otherData": about or {}}
+    path.write_text(json.dumps(trace))
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -43,7 +54,7 @@ def _complete(span: Span, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
     return {"ph": "X", "name": span.name, "pid": pid, "tid": tid, "ts": start_us, "dur": duration_us, "args": args}
 
 
-def _arrows(result: Result, pid: int, origin_ns: int) -> list[dict[str, Any]]:
+def _arrows(result: Traced, pid: int, origin_ns: int) -> list[dict[str, Any]]:
     """A flow from each submit to the apply of its step."""
     applies = {span.step: span for span in result.timeline.bookkeeper}
     arrows = []

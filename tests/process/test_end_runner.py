@@ -21,7 +21,8 @@ import os, signal, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
 import numpy as np
 import asyncbook
-config = asyncbook.BookConfig(max_num_reqs=4, max_model_len=100_000, vocab_size=100, transport={transport!r})
+options = {options!r}
+config = asyncbook.BookConfig(max_num_reqs=4, max_model_len=100_000, vocab_size=100, **options)
 book = asyncbook.spawn(config)
 row = book.admit("a", [1])
 batch = book.batch([row])
@@ -61,14 +62,15 @@ Start = Callable[..., Runner]
 
 @pytest.fixture
 def start(runtime_dir: Path, tmp_path: Path) -> Iterator[Start]:
-    """`start(program, transport="zmq")`: a runner that has a book with one step applied, then runs the program."""
+    """`start(program, transport="zmq", device=None)`: a runner; one step is applied, then it runs the program."""
     runners: list[Runner] = []
 
-    def begin(program: str, transport: str = "zmq") -> Runner:
+    def begin(program: str, transport: str = "zmq", device: str | None = None) -> Runner:
+        options = {"transport": transport, "device": device}
         if TELL not in program:
             program = f"{TELL}\n{program}"
         process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", PROLOGUE.format(transport=transport) + program],
+            [sys.executable, "-W", "error", "-c", PROLOGUE.format(options=options) + program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -106,6 +108,22 @@ def nothing_left(runtime_dir: Path) -> bool:
 )
 def test_the_sidecar_ends_with_a_killed_runner(start: Start, program: str, transport: str) -> None:
     runner = start(program, transport)
+    runner.process.kill()
+    status, _, _ = runner.end()
+    assert status == -signal.SIGKILL
+
+
+def test_the_sidecar_ends_while_it_waits_for_ids_that_will_never_come(start: Start) -> None:
+    pytest.importorskip("torch")
+    program = """
+import torch
+book._device.link.device.launch(threading.Event().wait)
+book.submit(batch, torch.tensor([5]))
+book.abort(row)
+say(book.sidecar_pid)
+threading.Event().wait()
+"""
+    runner = start(program, device="fake")
     runner.process.kill()
     status, _, _ = runner.end()
     assert status == -signal.SIGKILL

@@ -335,7 +335,6 @@ OPERATIONS: dict[Operation, int] = {  # and how often each is called
     pause: 1,
     settle: 3,
 }
-_WEIGHTED = [operation for operation, weight in OPERATIONS.items() for _ in range(weight)]
 
 
 class SeededChoices:
@@ -351,9 +350,16 @@ class SeededChoices:
         return least + self._block.pop() % (most - least + 1)
 
 
-def drive(trio: Trio, seed: int, num_calls: int, calls_an_episode: int = 300) -> None:
+def drive(
+    trio: Trio,
+    seed: int,
+    num_calls: int,
+    calls_an_episode: int = 300,
+    operations: dict[Operation, int] = OPERATIONS,
+) -> None:
     """Random calls until there were as many, the trio emptied after every episode. A failure tells the seed and the
     episode's calls."""
+    weighted = [operation for operation, weight in operations.items() for _ in range(weight)]
     choices = SeededChoices(seed)
     end = trio.num_calls + num_calls
     episode = 0
@@ -362,7 +368,7 @@ def drive(trio: Trio, seed: int, num_calls: int, calls_an_episode: int = 300) ->
         episode_end = trio.num_calls + calls_an_episode
         try:
             while trio.num_calls < episode_end:
-                pick(choices, _WEIGHTED)(trio, choices)
+                pick(choices, weighted)(trio, choices)
             trio.empty()
         except Exception as error:
             error.add_note(f"seed {seed}, episode {episode}, {trio.config}:\n{trio.script()}")

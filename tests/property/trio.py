@@ -70,7 +70,7 @@ class Trio:
             max_logprobs=config.max_logprobs,
         )
         self.embedded = asyncbook.open(config)
-        self.sidecar = asyncbook.spawn(config)
+        self.sidecar: Book = self._make_sidecar(config)
         self._pace = SidecarPace(self.sidecar)
         self._embedded_tables, self._sidecar_tables = padded_tables(self.embedded), padded_tables(self.sidecar)
         self.num_calls = 0
@@ -84,6 +84,9 @@ class Trio:
         self._held_frames: list[tuple[Frame, dict[str, np.ndarray]]] = []
         self._calls: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = []
         self._names: dict[Row, str] = {}
+
+    def _make_sidecar(self, config: BookConfig) -> Book:
+        return asyncbook.spawn(config)
 
     # Calls
 

@@ -9,14 +9,11 @@ import pytest
 
 import asyncbook
 from asyncbook import Book
-from tests.conftest import MakeBook, refused, step
+from tests.conftest import refused, step
 
 CALLS: dict[str, Callable[[Book], Any]] = {
     "address": lambda book: book.address,
-    "to_device": lambda book: book.frame().to_device(),
-    "torch": lambda book: book.frame().torch,
 }
-OPTIONS: dict[str, Any] = {"device": "cuda:0"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -24,12 +21,6 @@ def test_calls_of_a_later_version(book: Book, name: str) -> None:
     step(book, [book.admit("a", [1])], [5])
     with refused(book, NotImplementedError, name):
         CALLS[name](book)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_a_later_version(make_book: MakeBook, name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        make_book(**{name: OPTIONS[name]})
 
 
 @pytest.mark.parametrize("name", ["attach", "subscribe"])

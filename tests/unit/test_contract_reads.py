@@ -22,7 +22,19 @@ from asyncbook import (
     StaleRow,
 )
 from asyncbook.ipc.layout import COLUMN_DTYPES
-from tests.conftest import TIMEOUT_S, Delivered, MakeBook, columns, delivered, ids_of, refused, step, tables, tokens
+from tests.conftest import (
+    TIMEOUT_S,
+    Delivered,
+    MakeBook,
+    columns,
+    delivered,
+    ids_of,
+    in_flight,
+    refused,
+    step,
+    tables,
+    tokens,
+)
 
 # A fresh sidecar takes its time, and the transport has no part in what these tests look at.
 ONE_TRANSPORT = pytest.mark.parametrize("kind", ["embedded", "sidecar"])
@@ -216,11 +228,32 @@ def test_steps_messages_and_times_are_counted(make_book: MakeBook) -> None:
     assert (stats.submitted_steps, stats.applied_steps) == (3, 3) == (book.submitted_step, book.applied_step)
     assert stats.messages == 1 + 1 + 3  # the description of a batch that stays the same crosses once
     assert (stats.num_rows_held, stats.admitted_requests, stats.released_requests) == (1, 1, 0)
-    for times in (stats.submit_us, stats.apply_us):
+    for times in (stats.submit_us, stats.queue_us, stats.apply_us):
         assert times.count == 3
         assert 0 < times.us_p50 <= times.us_p90 <= times.us_p99 <= times.us_max
+    assert stats.read_us.count == 0  # nobody took a frame
+    book.frame()
+    book.frame()
+    assert book.stats().read_us.count == 1 == book.stats().read_us.since(stats.read_us).count
+    assert (stats.lag_steps.count, stats.lag_steps.steps_p50, stats.lag_steps.steps_max) == (3, 1, 1)
+    assert stats.num_restarts == 0
     assert empty.submit_us.count == 0  # a snapshot stays as it is
     assert empty.messages == 0
+
+
+def test_steps_in_flight_are_counted_where_a_book_can_lag(make_book: MakeBook, kind: str) -> None:
+    """Two steps that a stopped sidecar finds when it goes on: the first has two in flight, the second one."""
+    book = make_book(fresh=True)
+    batch = book.batch([book.admit("a", [1])])
+    step(book, batch, [5])
+    with in_flight(book):
+        for _ in range(2):
+            last = book.submit(batch, np.array([5], np.int32))
+    book.wait_applied(last, TIMEOUT_S)
+    lags = book.stats().lag_steps
+    assert lags.count == 3
+    assert lags.steps_max == (1 if kind == "embedded" else 2)
+    assert math.isnan(lags.since(lags).steps_p99)
 
 
 @ONE_TRANSPORT

@@ -36,7 +36,9 @@ def llvm_of(name: str) -> str:
 def test_these_are_the_kernels() -> None:
     named = {"apply_step", "end_row", "clear_row", "take_pending", "stage", "fill_slot", "append_text", "take_text"}
     assert named | {"stage_logprobs", "store_logprobs", "fit_logprobs", "take_logprobs"} <= set(KERNELS)
-    assert len(KERNELS) == len(jit._kernels)
+    # Whatever else has been imported by now: no name is given twice.
+    names = [compiled.py_func.__name__ for compiled, _ in jit._kernels]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -82,7 +84,7 @@ def _like(argument: Any) -> Any:
     return 0
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [name for name, (_, signatures) in KERNELS.items() if signatures[0]])
 def test_a_call_with_other_types_is_a_type_error(name: str) -> None:
     compiled, signatures = KERNELS[name]
     signature = signatures[0]

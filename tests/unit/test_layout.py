@@ -40,8 +40,8 @@ from asyncbook.ipc.layout import (
     Word,
     layout_hash,
 )
-from asyncbook.ipc.logprobs import section_size
-from asyncbook.ipc.outputs_log import lines_of, size_of
+from asyncbook.ipc.logprobs import section_size, section_start
+from asyncbook.ipc.outputs_log import lines_of
 
 SIZES = st.builds(
     Layout,
@@ -133,7 +133,9 @@ def test_there_is_room_for_what_a_book_of_this_size_holds(layout: Layout) -> Non
     if not layout.has_logprobs:
         assert layout.logprobs.shape[1] == layout.ring_logprobs.shape[1] == 0
     # A record takes all that a step can bring, as `ipc/columns.py` and `ipc/logprobs.py` have it.
-    size = size_of(block_size(num_rows, num_rows * width), section_size(num_rows, num_rows * width, 0) if most else 0)
+    size = block_size(num_rows, num_rows * width)
+    if most:
+        size = section_start(size) + section_size(num_rows, num_rows * width, 0)
     assert layout.max_record_lines >= lines_of(size + 2 * num_rows * width * most)
     assert layout.outputs_log.shape[0] >= 4 * layout.max_record_lines
     # The index of a token does not fit an int32 where the book is big (F15): it is an int64 everywhere.

@@ -20,6 +20,7 @@ ORDERED = re.compile(r"^(?:load atomic|store atomic|fence)\b")
 @cache
 def llvm_of(name: str) -> str:
     """The optimised LLVM of an operation. Compiled anew: numba keeps none with what it takes from its cache."""
+    jit.compile_all()
     function: Any = getattr(publish, name)
     (signature,) = function.signatures
     compiled: Any = numba.njit(signature)(function.py_func)

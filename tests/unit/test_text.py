@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,9 @@ class Kind:
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.tokenizer: Tokenizer = metaspace() if name.startswith("metaspace") else byte_level()
-        path = folder / f"{name}.json"
-        self.tokenizer.save(str(path))
-        self.text = TextRows(path, NUM_ROWS, uses_table=not name.endswith("streams"))
+        self.path = folder / f"{name}.json"
+        self.tokenizer.save(str(self.path))
+        self.text = TextRows(self.path, NUM_ROWS, uses_table=not name.endswith("streams"))
 
     @property
     def prompt(self) -> list[int]:
@@ -172,10 +173,9 @@ def test_every_kind_of_broken_utf8_is_what_the_library_makes_of_it(kinds: dict[s
     kind = kinds["table"]
     byte_ids = np.array(kind.bytes_of(bytes(range(256))), np.int32)
     ids = byte_ids[np.frombuffer(data, np.uint8)]
-    kind.text.open(0, kind.prompt)
-    kind.text.append_one(0, ids)
-    text = kind.text.take_one(0, True)
-    kind.text.close(0)
+    rows = TextRows(kind.path, 1)  # others are looked at for how much they grow
+    rows.append_one(0, ids)
+    text = rows.take_one(0, True)
     assert text == data.decode(errors="replace")
     assert text == kind.tokenizer.decode(ids.tolist())
 
@@ -204,6 +204,25 @@ def test_behind_special_tokens_alone_it_is_written_as_the_first(kind: Kind, num_
     kind.text.open(0, prompt)
     kind.text.append_one(0, ids)
     assert "cat" + kind.text.take_one(0) == kind.tokenizer.decode(prompt + ids)
+
+
+@pytest.mark.parametrize("uses_table", [True, False])
+def test_ids_of_a_prompt_that_are_no_text_but_are_there(tmp_path: Path, uses_table: bool) -> None:
+    """What the next id is written behind is found in front of them; a space alone is taken off, and takes it all."""
+    tokenizer = Tokenizer.from_str(metaspace().to_str())
+    parts = [("▁", " "), ("x", "")]
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(*part) for part in parts]
+        + [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = TextRows(tmp_path / "tokenizer.json", 1, uses_table=uses_table)
+    assert text.uses_table == uses_table
+    says_nothing, space, outputs = tokenizer.token_to_id("x"), tokenizer.token_to_id("▁"), tokenizer.encode("hello").ids
+    for prompt in ([*tokenizer.encode("cat").ids, *[says_nothing] * 30], [space]):
+        text.open(0, prompt)
+        text.append_one(0, outputs)
+        assert text.take_one(0) == " hello" == whole_text(tokenizer, prompt, outputs)
 
 
 @pytest.mark.parametrize("prompt", ["a 你", "你好" * 30, "🙂" * 40, "a" + "你" * 20 + "🙂" * 30])
@@ -342,8 +361,13 @@ def test_an_error_of_the_library_that_is_no_invalid_prefix_is_not_hidden(kinds: 
     kind.text.open(0, kind.prompt)
     stream = kind.text._streams[0]
     assert stream is not None
-    with pytest.raises(TypeError):
-        stream.step("no id")  # type: ignore[arg-type]
+
+    def fail(*arguments: object) -> str:
+        raise RuntimeError("another error")
+
+    stream._stream = SimpleNamespace(step=fail)
+    with pytest.raises(RuntimeError, match="another error"):
+        kind.text.append_one(0, kind.encode("cat"))
 
 
 # Rows that stop

@@ -10,7 +10,7 @@ from asyncbook.worker.scatter import assign_spans
 
 torch = pytest.importorskip("torch")
 
-from asyncbook import device  # noqa: E402
+from asyncbook.device import operators as device  # noqa: E402
 
 ops = torch.ops.asyncbook
 DTYPES = list(device.DTYPES)

@@ -1,7 +1,7 @@
-"""The only module of the core that knows torch, and only where the caller passes a tensor.
+"""Tensors of the caller's own: batched updates as torch operators, and the ids of a step as a numpy array.
 
-Importing it makes two operators. They work in place on a tensor [R, L] of int32, int64, bool or float32, contiguous or
-strided; `rows`, `starts` and `lengths` are int32 or int64 tensors of n entries on its device:
+Importing this makes two operators. They work in place on a tensor [R, L] of int32, int64, bool or float32, contiguous
+or strided; `rows`, `starts` and `lengths` are int32 or int64 tensors of n entries on its device:
 
     torch.ops.asyncbook.assign_spans_(tensor, rows, starts, lengths, values)
         tensor[rows[i], starts[i] : starts[i] + lengths[i]] = the next lengths[i] of `values`, sum(lengths) elements of
@@ -36,10 +36,11 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 def host_array(name: str, tensor: Any) -> np.ndarray:
     """The memory of a CPU tensor of ids as a numpy array, without a copy."""
-    array = host_values(name, tensor)
-    if tensor.dtype not in INDEX_DTYPES:
+    if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+        raise InvalidBatch(f"{name} is on {tensor.device}, expected a tensor on the CPU or on a CUDA device")
+    if isinstance(tensor, torch.Tensor) and tensor.dtype not in INDEX_DTYPES:
         raise InvalidBatch(f"{name} is {tensor.dtype}, expected torch.int32 or torch.int64")
-    return array
+    return host_values(name, tensor)
 
 
 def host_values(name: str, tensor: Any) -> np.ndarray:
@@ -47,7 +48,7 @@ def host_values(name: str, tensor: Any) -> np.ndarray:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidBatch(f"{name} is a {type(tensor).__name__}, expected a numpy array or a torch tensor")
     if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{name} on {tensor.device}: tensors on a device are not part of this version yet")
+        raise NotImplementedError(f"{name} on {tensor.device}: only ids are taken from a device in this version")
     try:
         array: np.ndarray = tensor.detach().numpy()
     except TypeError:

@@ -1,0 +1,95 @@
+"""Sidecar mode: a book in a process of its own keeps vLLM's run, and vLLM's run stays what it is."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from asyncbook import FinishReason
+from asyncbook.integrations.vllm_book import MODE_VARIABLE, BookFeed
+from tests.vllm.conftest import MakeEngine
+from tests.vllm.scenarios import SCENARIOS
+from tests.vllm.simulation import Simulation
+from tests.vllm.test_equal import PARTS, acceptance, run_both
+from tests.vllm.test_schedulers import CASES, make_pair, operate
+from tests.vllm.watch import difference, scheduler_of
+
+TIMEOUT_S = 30.0
+STEPS = 300
+
+
+class Reader:
+    """Reads a feed's book after each step, and compares what is committed with what vLLM's requests hold."""
+
+    def __init__(self, feed: BookFeed, requests: dict[str, Any]) -> None:
+        self.feed, self.requests = feed, requests
+        self.delivered: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self.num_histories = 0
+
+    def read(self) -> None:
+        book = self.feed.book
+        book.wait_applied(book.submitted_step, TIMEOUT_S)
+        for outputs in book.poll_outputs():
+            for request_id, token_ids, finish_reason, _ in outputs:
+                self.delivered.setdefault(request_id, []).extend(token_ids.tolist())
+                if finish_reason:
+                    self.ends[request_id] = finish_reason
+        for request_id, (request, row) in self.feed.rows.items():
+            if self.requests.get(request_id) is request:
+                assert book.token_ids(row).tolist() == list(request.all_token_ids), request_id
+                self.num_histories += 1
+
+
+@pytest.mark.parametrize("name", ["mixed", "aborts", "preemption", "drafts, ends"])
+def test_the_book_has_what_vllm_delivers(make_engine: MakeEngine, name: str) -> None:
+    scenario = SCENARIOS[name]
+    reader: Reader | None = None
+
+    def read(llm: Any) -> Any:
+        nonlocal reader
+        scheduler = scheduler_of(llm)
+        reader = Reader(scheduler.book_feed, scheduler.requests)
+        return reader
+
+    stock, mine, llm = run_both(make_engine, scenario, "sidecar", read)
+    assert reader is not None
+    for part in PARTS:
+        assert difference(getattr(stock, part), getattr(mine, part), part) is None
+    reader.read()
+    assert reader.num_histories > 100
+    finished = {name: results[-1] for name, results in mine.results.items() if results[-1]["finished"]}
+    for request_id, result in finished.items():
+        (output,) = result["outputs"]
+        assert reader.delivered[request_id] == output["token_ids"], request_id
+        # A stop string is found outside the scheduler, which then hears of an abort.
+        is_string = output["finish_reason"] == "stop" and isinstance(output["stop_reason"], str)
+        assert reader.ends[request_id].name == ("ABORT" if is_string else output["finish_reason"].upper())
+    book = scheduler_of(llm).book_feed.book
+    assert book.stats().num_rows_held == 0
+    if "drafts" in name:
+        assert {key: getattr(book.spec_decode_stats(), key) for key in acceptance(mine)} == acceptance(mine)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "asynchronous" in name])
+def test_the_history_has_real_ids_under_asynchronous_scheduling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, "sidecar")
+    _, simulation = make_pair(name, 1)
+    assert isinstance(simulation, Simulation)
+    scheduler = simulation.scheduler
+    reader = Reader(scheduler.book_feed, scheduler.requests)
+    rng = random.Random(1)
+    try:
+        for number in range(STEPS):
+            operate(rng, (simulation,), number)
+            if simulation.step() is not None:
+                reader.read()
+        assert reader.num_histories > STEPS
+        assert min(min(ids, default=0) for ids in reader.delivered.values()) >= 0
+        for request_id, ids in simulation.delivered.items():
+            assert reader.delivered.get(request_id, []) == ids, request_id
+        assert scheduler.book_feed.num_not_kept == 0
+    finally:
+        scheduler.book_feed.close()
