@@ -84,7 +84,7 @@ class Word:
 
     def load_acquire(self) -> int:
         """The value; what its writer wrote before it is visible after this call."""
-        return load_acquire(self._address)
+        return load_acquire(self._address)  # type: ignore[no-any-return]
 
 
 class OwnWord(Word):
