@@ -101,6 +101,7 @@ def kill_after(book: Book, number: int) -> None:
 def kill_before_ends(book: Book, number: int) -> None:
     """Kills the sidecar just before an abort and a release, which the next one has to do."""
     if number in (KILLED_AFTER + 3, KILLED_AFTER + 5):
+        book.wait_applied(number - 1, TIMEOUT_S)  # by the one that is to be killed now
         kill(book)
 
 
