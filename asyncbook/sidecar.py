@@ -23,6 +23,7 @@ from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
 from asyncbook.journal import MAX_MESSAGES, TRIM_AT_MESSAGES, Journal
+from asyncbook.logprobs import LogprobsArea
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
 from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
@@ -61,6 +62,9 @@ class SidecarBook(Book):
         self._checkpoint_seq = SharedWord(words, Word.CHECKPOINT_SEQ)
         self._ring = SampleRingWriter(self._layout, runner_part, words)
         self._sends_by_ring = config.transport == "ring"
+        own = [np.zeros(self._layout.ring_logprobs.shape[1], np.int32)]  # where steps are sent as messages
+        # By ring slot, else the one.
+        self._logprobs_areas = [LogprobsArea(slot) for slot in (self._ring.logprobs if self._sends_by_ring else own)]
         self._applied_seq = SharedWord(words, Word.APPLIED_SEQ)
         self._channel = channel
         self._process = process
@@ -101,37 +105,53 @@ class SidecarBook(Book):
         if len(self._journal) >= TRIM_AT_MESSAGES:
             self._journal.trim(self._checkpoint_seq.load_acquire())
 
-    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+    def _send_step(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
         if self._sends_by_ring:
-            self._fill_ring(self._ring, step, batch, n, sampled, drafts)
+            self._fill_ring(self._ring, step, batch, n, sampled, drafts, logprobs)
             return
         area = self._area
         width, draft_width = area.put(n, sampled, drafts)
+        logprobs_width, logprobs_bytes = 0, wire.NO_BYTES
+        if logprobs is not None:
+            entries = self._logprobs_areas[0]
+            logprobs_width, size = entries.put(logprobs, batch, width, self._max_logprobs_width)
+            logprobs_bytes = wire.as_bytes(entries.entries[:size])
         slot = self._known_slot(batch)
         seq = self._next_seq()
         sampled_bytes, drafts_bytes = area.sampled_bytes[: 4 * n * width], area.drafts_bytes[: 4 * n * draft_width]
-        data = wire.encode(wire.Step(seq, step, slot, width, sampled_bytes, draft_width, drafts_bytes))
+        message = wire.Step(
+            seq, step, slot, width, sampled_bytes, draft_width, drafts_bytes, logprobs_width, logprobs_bytes
+        )  # fmt: skip
+        data = wire.encode(message)
         self._deliver(seq, data)
         self._seq = seq
         self._journal.add_step(seq, data, batch)
         self._trim_journal()
 
     def _fill_ring(
-        self, ring: SampleRingWriter, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None
-    ) -> None:
-        draft_width = 0
+        self, ring: SampleRingWriter, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None,
+        logprobs: Any,
+    ) -> None:  # fmt: skip
+        draft_width = logprobs_width = 0
         if drafts is not None:
             self._next_seq()  # raises where nothing may be written
             target = ring.draft_token_ids[step % len(ring.draft_token_ids)]
             draft_width = stage_ids(drafts, n, self.config.num_spec_tokens, target)
+        if logprobs is not None:
+            sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)  # they say how many ids a row has
+            area = self._logprobs_areas[step % len(self._logprobs_areas)]
+            num_ids = sampled.shape[1] if sampled.ndim == 2 else 1
+            logprobs_width, _ = area.put(logprobs, batch, num_ids, self._max_logprobs_width)
         if not self._slots.is_known(batch):  # nothing is sent for ids that will be refused
-            check_ids("sampled_token_ids", sampled, n, 1 + self.config.num_spec_tokens)
+            check_ids("sampled_token_ids", sampled, n, self._max_width)
         if self._supervisor.is_down:
             self._check_alive()
         slot = self._known_slot(batch)
         seq = self._next_seq()
         try:
-            filled = ring.fill(sampled, n, step, seq, slot, draft_width)
+            filled = ring.fill(sampled, n, step, seq, slot, draft_width, logprobs_width)
         except TypeError:
             raise NotAsTheyAre from None
         if filled == 0:

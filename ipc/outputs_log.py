@@ -1,10 +1,10 @@
 """The outputs, on their way from the bookkeeper to their reader: two logs of records in the shared segment.
 
-A record is a header of one line (`layout.RecordWord`) and the columns of a delivery (`ipc/columns.py`). A log is a ring
-of lines with one writer and one reader. Positions count lines and only grow; a record does not wrap, so the rest of the
-ring's end is filled with a padding record where it is too small. `*_WRITTEN` is release-stored after the record, so
-who reads it sees the record whole; `*_READ` is release-stored after the record was copied, so nothing is overwritten
-unread.
+A record is a header of one line (`layout.RecordWord`), the columns of a delivery (`ipc/columns.py`) and, where it has
+logprobs, their section behind these (`ipc/logprobs.py`). A log is a ring of lines with one writer and one reader.
+Positions count lines and only grow; a record does not wrap, so the rest of the ring's end is filled with a padding
+record where it is too small. `*_WRITTEN` is release-stored after the record, so who reads it sees the record whole;
+`*_READ` is release-stored after the record was copied, so nothing is overwritten unread.
 
 There are two because not everything can wait. What a row still holds waits there while the outputs log is full: the
 reader gets a bigger piece later. What a row loses, because its request was aborted or the row released, goes to the
@@ -24,6 +24,7 @@ import numpy as np
 
 from asyncbook.ipc.columns import OutputColumns, Texts
 from asyncbook.ipc.layout import LINE_BYTES, PADDING_RECORD, DropWord, Layout, RecordWord, Region, RunnerWord, Word
+from asyncbook.ipc.logprobs import LogprobColumns, section_start
 from asyncbook.ipc.publish import OwnWord
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import give_back
@@ -40,15 +41,16 @@ class Record(NamedTuple):
     columns: OutputColumns
 
 
-def lines_of(block_size: int) -> int:
+def lines_of(size: int) -> int:
     """Lines of a record with so many int32 values behind its header."""
-    return 1 + -(-block_size // INT32_PER_LINE)
+    return 1 + -(-size // INT32_PER_LINE)
 
 
 class _Ring:
     """Lines of one log: int64 for headers, int32 for columns."""
 
-    def __init__(self, region: Region, memory: memoryview) -> None:
+    def __init__(self, region: Region, memory: memoryview, has_logprobs: bool) -> None:
+        self._has_logprobs = has_logprobs
         self.headers = region.view(memory)
         self.num_lines = region.shape[0]
         self.values = self.headers.reshape(-1).view(np.int32)
@@ -63,16 +65,23 @@ class _Ring:
         start = (position % self.num_lines + 1) * INT32_PER_LINE
         return self.values[start : start + size]
 
-    def record(self, position: int) -> Record:
-        """The record at a position, in the log's own memory."""
-        number, _, step, n, size, text_size = self.header(position)
-        block = self.block(position, size + text_size)
-        return Record(number, step, OutputColumns(n, block[:size], Texts.read(n, block[size:]) if text_size else None))
+    def record(self, position: int, *, copied: bool = False) -> Record:
+        """The record at a position, in the log's own memory or copied from it."""
+        number, _, step, n, size, logprobs_size, text_size = self.header(position)
+        text_start = section_start(size) + logprobs_size if logprobs_size else size
+        block = self.block(position, text_start + text_size)
+        block = block.copy() if copied else block
+        columns = OutputColumns(n, block[:size])
+        if self._has_logprobs:
+            columns.logprobs = LogprobColumns.behind(block, n, size, columns.token_ids.size, logprobs_size)
+        if text_size:
+            columns.texts = Texts.read(n, block[text_start:])
+        return Record(number, step, columns)
 
     def records(self, start: int, end: int) -> Iterator[Record]:
         """Everything from one position to another."""
         while start < end:
-            _, num_lines, _, n, _, _ = self.header(start)
+            _, num_lines, _, n, *_ = self.header(start)
             if n != PADDING_RECORD:
                 yield self.record(start)
             start += num_lines
@@ -81,9 +90,11 @@ class _Ring:
 class LogWriter:
     """The bookkeeper's side of one log."""
 
-    def __init__(self, region: Region, memory: memoryview, written: OwnWord, read: SharedWord) -> None:
+    def __init__(
+        self, region: Region, memory: memoryview, written: OwnWord, read: SharedWord, has_logprobs: bool
+    ) -> None:
         self._region, self._memory = region, memory
-        self._ring = _Ring(region, memory)
+        self._ring = _Ring(region, memory, has_logprobs)
         self._written_word, self._read_word = written, read
         self.written = written.load_acquire()
         self._given_back_at = 0
@@ -108,13 +119,14 @@ class LogWriter:
         return self._ring.block(self.written, size)
 
     def publish(self, number: int, step: int, columns: OutputColumns) -> None:
-        """The record of columns that are in `block` already; their text is put behind them."""
-        size, text_size = columns.block.size, columns.text_size
+        """The record of columns that are in `block` already, and the section of their logprobs behind them; their text
+        is put there."""
+        size, logprobs_size, text_size = columns.block.size, columns.logprobs_size, columns.text_size
         if columns.texts is not None:
-            columns.texts.write(self._ring.block(self.written, size + text_size)[size:])
-        num_lines = lines_of(size + text_size)
+            columns.texts.write(self._ring.block(self.written, columns.record_size)[columns.text_start :])
+        num_lines = lines_of(columns.record_size)
         header = self._ring.headers[self.written % self._ring.num_lines]
-        header[:_NUM_HEADER_WORDS] = number, num_lines, step, columns.n, size, text_size
+        header[:_NUM_HEADER_WORDS] = number, num_lines, step, columns.n, size, logprobs_size, text_size
         self.written += num_lines
         # Header and columns are written; with this store, and not before, the reader looks at them.
         self._written_word.store_release(self.written)
@@ -152,12 +164,14 @@ class OutputsLogWriter:
             memory,
             OwnWord(words, Word.OUTPUTS_WRITTEN),
             SharedWord(runner_words, RunnerWord.OUTPUTS_READ),
+            layout.has_logprobs,
         )
         self.overflow = LogWriter(
             layout.overflow_log,
             memory,
             OwnWord(words, Word.OVERFLOW_WRITTEN),
             SharedWord(runner_words, RunnerWord.OVERFLOW_READ),
+            layout.has_logprobs,
         )
         self.min_lines = layout.max_record_lines
         self.number = 0  # of the last record
@@ -201,7 +215,7 @@ class OutputsLogReader:
         words = layout.words.view(memory)
         runner_words = layout.runner_words.view(runner_part, layout.runner_offset)
         regions = (layout.outputs_log, layout.overflow_log)
-        self._rings = [_Ring(region, memory) for region in regions]
+        self._rings = [_Ring(region, memory, layout.has_logprobs) for region in regions]
         self._written = [SharedWord(words, Word.OUTPUTS_WRITTEN), SharedWord(words, Word.OVERFLOW_WRITTEN)]
         self._read = [
             OwnWord(runner_words, RunnerWord.OUTPUTS_READ),
@@ -221,13 +235,13 @@ class OutputsLogReader:
                 break
             # The one before it came into the other log between the looks at the two: it is there now.
         ring = self._rings[which]
-        number, num_lines, step, n, size, text_size = ring.header(position)
-        block = ring.block(position, size + text_size).copy()
-        self.number = number
+        _, num_lines, *_ = ring.header(position)
+        record = ring.record(position, copied=True)
+        self.number = record.number
         self._positions[which] = position + num_lines
         # The columns are copied: from this store on the writer may overwrite them.
         self._read[which].store_release(position + num_lines)
-        return Record(number, step, OutputColumns(n, block[:size], Texts.read(n, block[size:]) if text_size else None))
+        return record
 
     def has_next(self) -> bool:
         """Whether there is a record to take."""
@@ -239,7 +253,7 @@ class OutputsLogReader:
         for which in (0, 1):
             position, written = self._positions[which], self._written[which].load_acquire()
             while position < written:
-                number, num_lines, _, n, _, _ = self._rings[which].header(position)
+                number, num_lines, _, n, *_ = self._rings[which].header(position)
                 if n != PADDING_RECORD:
                     heads.append((number, which, position))
                     break

@@ -105,6 +105,8 @@ class Checkpoints:
             self._count_dropped(request_no, rows_by_request)
         num_dropped = int(ledger.tables.counters[Counter.OUTPUTS_DROPPED_REQUESTS]) + len(dropped)
         ledger.outbox.num_dropped_requests = ledger.tables.counters[Counter.OUTPUTS_DROPPED_REQUESTS] = num_dropped
+        if ledger.logprobs is not None:
+            ledger.logprobs.derive_cumulative()  # of what is delivered, which is known by now
 
     def _restore(self, slot: int) -> None:
         ledger = self._ledger

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncbook.ipc.columns import OutputColumns
+from asyncbook.ipc.logprobs import section_start
 from asyncbook.ipc.outputs_log import LogWriter, OutputsLogWriter, lines_of
 from asyncbook.worker.outbox import Departed, Outbox
 
@@ -43,10 +44,14 @@ class LogDelivery:
     def _write_departed(self, departed: Departed, step: int) -> bool:
         """Now or never: nobody keeps it."""
         columns = departed.columns()
-        size = columns.block.size + columns.text_size
+        size, section_size = columns.record_size, columns.logprobs_size
         for log in (self._log.outputs, self._log.overflow):
             if log.room(lines_of(size)) >= size:
-                log.block(columns.block.size)[:] = columns.block
+                block = log.block(size)
+                block[: columns.block.size] = columns.block
+                if section_size and columns.logprobs is not None:
+                    start = section_start(columns.block.size)
+                    block[start : start + section_size] = columns.logprobs.section
                 self._publish(log, step, columns)
                 return True
         return False

@@ -303,8 +303,8 @@ def test_outputs_are_columns(book: Book) -> None:
     assert outputs.texts is None
     assert len(outputs) == 2
     first, second = outputs
-    assert (first.request_id, first.token_ids.tolist(), *first[2:]) == ("c", [5, 6], FinishReason.NONE, None)
-    assert (second.request_id, second.token_ids.tolist(), *second[2:]) == ("b", [7, 9], FinishReason.STOP, 9)
+    assert (first.request_id, first.token_ids.tolist(), *first[2:4]) == ("c", [5, 6], FinishReason.NONE, None)
+    assert (second.request_id, second.token_ids.tolist(), *second[2:4]) == ("b", [7, 9], FinishReason.STOP, 9)
     assert book.poll_outputs() == []
 
 

@@ -301,8 +301,8 @@ def test_an_error_without_any_id_is_delivered_too(
     (outputs,) = book.poll_outputs()
     assert outputs.step == number
     bad, good = outputs
-    assert (bad.request_id, bad.token_ids.tolist(), *bad[2:]) == ("a", [], FinishReason.ERROR, stop_reason)
-    assert (good.request_id, good.token_ids.tolist(), *good[2:]) == ("b", [7], FinishReason.NONE, None)
+    assert (bad.request_id, bad.token_ids.tolist(), *bad[2:4]) == ("a", [], FinishReason.ERROR, stop_reason)
+    assert (good.request_id, good.token_ids.tolist(), *good[2:4]) == ("b", [7], FinishReason.NONE, None)
     assert have(book, row, finish_reason=FinishReason.ERROR, num_output_tokens=0, num_tokens=1)
 
 
