@@ -18,31 +18,28 @@ import numpy as np
 
 from asyncbook.admission import check_request
 from asyncbook.batch import Batch, BatchSlots, check_ids, make_batch
+from asyncbook.committed import CommittedState
 from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams, is_int
-from asyncbook.frame import Frame, FrameViews
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import (
     AsyncbookError,
     BookClosed,
-    FrameExpired,
     InFlightFull,
     InvalidBatch,
     InvalidRequest,
     NotApplied,
 )
 from asyncbook.ipc.histogram import bucket_of
-from asyncbook.ipc.layout import INT32_MAX, Counter, RowCounter, RunnerHistogram, SubmissionWord, Word
-from asyncbook.ipc.layout import Histogram as HistogramRow
-from asyncbook.ipc.publish import Word as SharedWord
+from asyncbook.ipc.layout import INT32_MAX, RunnerHistogram, SubmissionWord
 from asyncbook.ipc.segment import Segment
 from asyncbook.on_device import DeviceSide
 from asyncbook.outputs import RequestNames
 from asyncbook.reader import OutputsReader
-from asyncbook.rows import HeldRow, Row, RowRegistry
+from asyncbook.rows import Row
 from asyncbook.staging import NotAsTheyAre
-from asyncbook.stats import Histogram, SpecDecodeStats, Stats, StepHistogram, make_stats, spec_decode_stats
 
 _SUBMITTED_STEP, _FIRST_NS = int(SubmissionWord.STEP), int(SubmissionWord.FIRST_NS)
+_PLAIN = (np.ndarray, type(None))  # drafts that need no look
 
 if TYPE_CHECKING:
     from asyncbook.device.link import DeviceLink
@@ -58,45 +55,23 @@ def _disown_books() -> None:
 os.register_at_fork(after_in_child=_disown_books)
 
 
-_PLAIN = (np.ndarray, type(None))  # drafts that need no look
-
-
-class Book(OutputsReader):
+class Book(CommittedState, OutputsReader):
     """A book, used from one thread. Made by `asyncbook.open` or `asyncbook.spawn`."""
 
     _has_ring = False  # whether somebody takes steps from the sample ring
 
     def __init__(self, config: BookConfig, segment: Segment) -> None:
-        super().__init__()
-        self.config = config
-        self._layout = segment.layout
-        self._segment = segment
-        weakref.finalize(self, segment.close)  # also of a book that nobody closes
-        memory = self._segment.readable()
-        self._frames = FrameViews(self._layout, memory)
-        self._token_ids = self._layout.token_ids.view(memory)[:, : config.max_model_len]
-        self._is_token_ids = self._layout.is_token_ids.view(memory)[:, : config.max_model_len]
-        self._counters = self._layout.counters.view(memory)
-        self._row_counters = self._layout.row_counters.view(memory)
-        self._histograms = self._layout.histograms.view(memory)
-        runner_part, base = segment.runner_part(), self._layout.runner_offset
+        CommittedState.__init__(self, config, segment)
+        OutputsReader.__init__(self)
         # Single words: a memoryview gives and takes them for a fraction of what an array asks.
-        self._submissions = self._layout.submissions.view(runner_part, base).data
-        self._runner_histograms = self._layout.runner_histograms.view(runner_part, base)
+        self._submissions = self._layout.submissions.view(self._runner_part, self._layout.runner_offset).data
         self._submit_histogram = self._runner_histograms[RunnerHistogram.SUBMIT].data
-        self._read_histogram = self._runner_histograms[RunnerHistogram.READ].data
         self._num_ring_slots = self._layout.num_ring_slots
-        self._read_step = 0  # the last one whose frame was looked at
-        self._published_step = SharedWord(self._layout.words.view(memory), Word.PUBLISHED_STEP)
-        self._rows = RowRegistry(config.max_num_reqs)
         self._names = RequestNames(has_texts=config.tokenizer is not None)
         self._slots = BatchSlots()
         self._max_in_flight = config.max_in_flight
         self._max_width = 1 + config.num_spec_tokens
         self._max_logprobs_width = 0 if config.max_logprobs is None else 1 + config.max_logprobs
-        self._submitted_step = 0
-        self._known_applied_step = 0
-        self._seq = 0
         self._device = DeviceSide(config.device, segment, self._frames, has_ring=self._has_ring)
         self._copies = self._device.copies
         self._ended_by: AsyncbookError | None = None  # what ended the book, once known: later calls fail at once
@@ -285,27 +260,25 @@ class Book(OutputsReader):
         self._submissions[_FIRST_NS + step % self._num_ring_slots] = start_ns
         self._submissions[_SUBMITTED_STEP] = step
         if type(sampled_token_ids) is np.ndarray and type(draft_token_ids) in _PLAIN:
-            self._send_arrays(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
+            try:
+                self._send_step(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
+            except NotAsTheyAre:
+                self._send_mended(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
         else:
             self._send_tensors(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
         self._submitted_step = step
         self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
         return step
 
-    def _send_arrays(
-        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
-    ) -> None:
-        try:
-            self._send_step(step, batch, n, sampled, drafts, logprobs)
-        except NotAsTheyAre:
-            # This says what is wrong with the ids, or mends it.
-            sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)
-            if drafts is not None:
-                drafts = check_ids("draft_token_ids", drafts, n, self._max_width - 1)
-            self._send_step(step, batch, n, sampled, drafts, logprobs)
+    def _send_mended(self, step: int, batch: Batch, n: int, sampled: Any, drafts: Any, logprobs: Any) -> None:
+        """`_send_step` for ids that it does not take as they are: says what is wrong with them, or mends it."""
+        sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)
+        if drafts is not None:
+            drafts = check_ids("draft_token_ids", drafts, n, self._max_width - 1)
+        self._send_step(step, batch, n, sampled, drafts, logprobs)
 
     def _send_tensors(self, step: int, batch: Batch, n: int, sampled: Any, drafts: Any, logprobs: Any) -> None:
-        """`_send_arrays` for ids that are no arrays, or not both: on a device, or tensors of the CPU."""
+        """`_send_step` for ids that are no arrays, or not both: on a device, or tensors of the CPU."""
         link = self._device.link_to(sampled, drafts)
         if link is not None:
             widths = self._max_width, self._max_width - 1
@@ -317,8 +290,7 @@ class Book(OutputsReader):
                     raise NotImplementedError("logprobs with ids on a device are not part of this version yet")
                 self._send_from_device(link, step, batch, n, sampled, drafts)
                 return
-        sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)
-        self._send_arrays(step, batch, n, sampled, drafts, logprobs)
+        self._send_mended(step, batch, n, sampled, drafts, logprobs)
 
     def _send_from_device(self, link: DeviceLink, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
         """`_send_step` for ids on a device that brings them. Those of the CPU may be arrays or tensors."""
@@ -358,93 +330,6 @@ class Book(OutputsReader):
     def _check_submitted(self, step: int) -> None:
         if step > self._submitted_step:
             raise NotApplied(f"step {step} was not submitted, the last was step {self._submitted_step}")
-
-    # What the book says
-
-    @property
-    def applied_step(self) -> int:
-        """The last step that is applied and published, 0 before the first."""
-        self._known_applied_step = self._published_step.load_acquire()
-        return self._known_applied_step
-
-    @property
-    def submitted_step(self) -> int:
-        """The last step that was submitted, 0 before the first."""
-        return self._submitted_step
-
-    def frame(self, step: int | None = None) -> Frame:
-        """Every column as of `step`, by default the last applied one. Raises `NotApplied`, `FrameExpired`."""
-        applied_step = self.applied_step
-        if step is None:
-            step = applied_step
-        elif step > applied_step:
-            raise NotApplied(f"step {step} is not applied, the last applied one is step {applied_step}")
-        self._check_frame(step)
-        frame = Frame(step, self._frames, self._copies, self._check_frame)
-        if step > self._read_step:
-            self._read_step = step
-            self._read_histogram[bucket_of(monotonic_ns() - frame.published_ns)] += 1
-        return frame
-
-    def _check_frame(self, step: int) -> None:
-        if step < 0 or self._submitted_step - step >= self._frames.num_frames:
-            raise FrameExpired(
-                f"the frame of step {step} is gone: step {self._submitted_step} was submitted since, "
-                f"a frame holds for {self._frames.num_frames - 1} later steps"
-            )
-
-    def _committed(self, row: Row) -> tuple[HeldRow, int]:
-        """Number of committed tokens in the last applied frame."""
-        held = self._rows.held(row)
-        frame = self.frame()
-        if not held.admit_generation <= int(frame.generation[row.index]):
-            raise NotApplied(
-                f"row {row.index} was given to request {held.request_id!r} after step {frame.step}, "
-                f"the last applied one"
-            )
-        return held, int(frame.num_tokens_no_spec[row.index])
-
-    def token_ids(self, row: Row) -> np.ndarray:
-        """int32: committed tokens, prompt included; read-only, no copy. Raises `StaleRow`, `NotApplied`."""
-        _, num_tokens_no_spec = self._committed(row)
-        return self._token_ids[row.index, :num_tokens_no_spec]
-
-    def output_token_ids(self, row: Row) -> np.ndarray:
-        """int32: committed outputs; read-only, no copy. Raises `StaleRow`, `NotApplied`."""
-        held, num_tokens_no_spec = self._committed(row)
-        return self._token_ids[row.index, held.num_prompt_tokens : num_tokens_no_spec]
-
-    def stats(self) -> Stats:
-        """Counters as of now; those of a step that is applied are in. Changes nothing: any thread may call it."""
-        applied_step = self._published_step.load_acquire()
-        return make_stats(
-            self._counters.copy(),
-            submitted_steps=self._submitted_step,
-            applied_steps=applied_step,
-            num_rows_held=self._rows.num_held,
-            num_rows_free=self.config.max_num_reqs - self._rows.num_held,
-            messages=self._seq,
-            num_restarts=self.num_restarts,
-            submit_us=Histogram(self._runner_histograms[RunnerHistogram.SUBMIT].copy()),
-            queue_us=Histogram(self._histograms[HistogramRow.QUEUE].copy()),
-            apply_us=Histogram(self._histograms[HistogramRow.APPLY].copy()),
-            wait_for_tokens_us=Histogram(self._histograms[HistogramRow.WAIT_FOR_TOKENS].copy()),
-            read_us=Histogram(self._runner_histograms[RunnerHistogram.READ].copy()),
-            lag_steps=StepHistogram(self._histograms[HistogramRow.LAG].copy()),
-        )
-
-    @property
-    def num_restarts(self) -> int:
-        """How often another sidecar took the book over."""
-        return 0
-
-    def spec_decode_stats(self, row: Row | None = None) -> SpecDecodeStats:
-        """What verification accepted so far, in total or for the request in a row; all applied steps are in."""
-        _ = self.applied_step  # what was written before it was published is visible below
-        if row is None:
-            return spec_decode_stats(self._counters, Counter, self.config.num_spec_tokens)
-        self._committed(row)
-        return spec_decode_stats(self._row_counters[row.index], RowCounter, self.config.num_spec_tokens)
 
     @property
     def address(self) -> str:

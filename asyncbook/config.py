@@ -19,7 +19,7 @@ from asyncbook.ipc.layout import (
     NO_LOGPROBS,
     Layout,
 )
-from asyncbook.ipc.wire import MAX_STOP_IDS
+from asyncbook.ipc.wire import MAX_STOP_BYTES, MAX_STOP_IDS
 
 TRANSPORTS = ("zmq", "ring")
 RESTARTS = ("replay", "fail")
@@ -142,6 +142,9 @@ class RequestParams:
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the string {self.stop!r}, expected a sequence of strings")
         _check_strings("stop", self.stop)
+        num_stop_bytes = sum(len(string.encode()) for string in self.stop)
+        if num_stop_bytes > MAX_STOP_BYTES:
+            raise InvalidRequest(f"stop holds strings of {num_stop_bytes} bytes, at most {MAX_STOP_BYTES}")
         if self.stop and not has_tokenizer:
             raise InvalidRequest(f"stop is {self.stop!r}, which needs a book with tokenizer=")
         if self.logprobs is not None:

@@ -4,6 +4,7 @@ where the one before it ended, beside the shared memory."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,20 +23,18 @@ class _Request(NamedTuple):
     row: wire.RestoredRow
 
 
-class _Entry(NamedTuple):
-    """A message. `data` is None where a step is in the sample ring."""
-
-    seq: int
-    data: bytes | None
-    released: _Request | None = None
-    slot: int = -1  # of a step's batch, or of the batch that is described
-    fields: np.ndarray | None = None  # of a step's batch
+# (sequence number, data, request whose row it releases, batch slot, the batch's fields). `data` is None where a step is
+# in the sample ring; the slot is that of a step's batch, or of the batch that is described; fields are a step's only.
+# A plain tuple: one is made in every step, on the critical path.
+_Entry = tuple[int, bytes | None, _Request | None, int, np.ndarray | None]
 
 
 class Journal:
     """Messages behind the last checkpoint, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint_seq: Callable[[], int]) -> None:
+        """`checkpoint_seq`: the last message that the newest checkpoint holds."""
+        self._checkpoint_seq = checkpoint_seq
         self._entries: deque[_Entry] = deque()
         self._requests: dict[int, _Request] = {}  # by row
 
@@ -58,22 +57,27 @@ class Journal:
             released = self._requests.pop(message.row, None)
         elif isinstance(message, wire.DescribeBatch):
             slot = message.slot
-        self._entries.append(_Entry(message.seq, data, released, slot))
+        self._entries.append((message.seq, data, released, slot, None))
+        if len(self._entries) >= TRIM_AT_MESSAGES:
+            self._trim(self._checkpoint_seq())
 
     def add_step(self, seq: int, data: bytes | None, batch: Batch) -> None:
         """A step; `data` is None where it is in the sample ring."""
-        self._entries.append(_Entry(seq, data, None, batch.slot, batch.fields))
+        self._entries.append((seq, data, None, batch.slot, batch.fields))
+        if len(self._entries) >= TRIM_AT_MESSAGES:
+            self._trim(self._checkpoint_seq())
 
-    def trim(self, checkpoint_seq: int) -> None:
-        """Forgets what a checkpoint holds."""
+    def _trim(self, checkpoint_seq: int) -> None:
         entries = self._entries
-        while entries and entries[0].seq <= checkpoint_seq:
+        while entries and entries[0][0] <= checkpoint_seq:
             entries.popleft()
 
-    def restore(self, checkpoint_seq: int, known_batches: list[Batch | None]) -> wire.Restore:
-        """What held at the checkpoint and is not in the segment. `known_batches`: by slot, as of now."""
-        self.trim(checkpoint_seq)
-        requests = [*self._requests.values(), *(entry.released for entry in self._entries if entry.released)]
+    def restore(self, known_batches: list[Batch | None]) -> wire.Restore:
+        """What held at the newest checkpoint and is not in the segment. `known_batches`: by slot, as of now."""
+        checkpoint_seq = self._checkpoint_seq()
+        self._trim(checkpoint_seq)
+        released = [request for _, _, request, _, _ in self._entries if request is not None]
+        requests = [*self._requests.values(), *released]
         rows = [request.row for request in requests if request.seq <= checkpoint_seq]
         batches = self._batches_at_checkpoint(known_batches)
         return wire.Restore(checkpoint_seq, rows, [wire.RestoredBatch(*batch) for batch in batches.items()])
@@ -82,11 +86,11 @@ class Journal:
         """A slot that was described since held another batch before, which matters where a step with it is to come."""
         batches: dict[int, memoryview] = {}
         described: set[int] = set()
-        for entry in self._entries:
-            if entry.fields is None:
-                described.add(entry.slot)
-            elif entry.slot not in described:
-                batches[entry.slot] = wire.as_bytes(entry.fields)
+        for _, _, _, slot, fields in self._entries:
+            if fields is None:
+                described.add(slot)
+            elif slot not in described:
+                batches[slot] = wire.as_bytes(fields)
         for slot, batch in enumerate(known_batches):
             if batch is not None and slot not in described:
                 batches[slot] = wire.as_bytes(batch.fields)
@@ -94,4 +98,4 @@ class Journal:
 
     def messages(self) -> list[bytes]:
         """What has to be sent again, in order; steps in the sample ring are there already."""
-        return [entry.data for entry in self._entries if entry.data is not None]
+        return [data for _, data, _, _, _ in self._entries if data is not None]

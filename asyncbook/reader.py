@@ -18,7 +18,7 @@ class OutputsReader(ABC):
     _rows: RowRegistry
 
     def __init__(self) -> None:
-        self._streams = Streams(self._wake_readers)
+        self._streams = Streams()
         self._is_closed = False
 
     # Where a book differs from another
@@ -66,9 +66,11 @@ class OutputsReader(ABC):
     def _sort_next(self) -> bool:
         """The next delivery to whom it belongs; False where there is none."""
         step_outputs = self._take_outputs()
-        if step_outputs is not None:
-            self._streams.sort(step_outputs)
-        return step_outputs is not None
+        if step_outputs is None:
+            return False
+        if self._streams.sort(step_outputs):
+            self._wake_readers()
+        return True
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
         """What is delivered, as it comes, until the book is closed. Requests that have a `stream` are not among it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncbook.backlog import Backlog
 from asyncbook.batch import Batch, check_ids
 from asyncbook.book import Book
 from asyncbook.config import BookConfig
@@ -22,7 +24,7 @@ from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
-from asyncbook.journal import MAX_MESSAGES, TRIM_AT_MESSAGES, Journal
+from asyncbook.journal import MAX_MESSAGES, Journal
 from asyncbook.logprobs import LogprobsArea
 from asyncbook.outputs import StepOutputs
 from asyncbook.process import SidecarProcess
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
 SEND_TIMEOUT_MS = 100
 STOP_TIMEOUT_MS = 1000
+ROOM_POLL_MS = 1
 FLUSH_TIMEOUT_S = 0.1  # between publishing a step and handing over its outputs; a live sidecar needs microseconds
 RECOVERY_AT_CLOSE_S = 5.0
 
@@ -66,9 +69,10 @@ class SidecarBook(Book):
         # By ring slot, else the one.
         self._logprobs_areas = [LogprobsArea(slot) for slot in (self._ring.logprobs if self._sends_by_ring else own)]
         self._applied_seq = SharedWord(words, Word.APPLIED_SEQ)
+        self._backlog = Backlog(self._layout, self._applied_seq)
         self._channel = channel
         self._process = process
-        self._journal = Journal()
+        self._journal = Journal(self._checkpoint_seq.load_acquire)
         jit.compile_all()
         process.shake_hands(config.start_timeout_s)
         self._supervisor = Supervisor(config, segment.descriptor, Link(channel, process))
@@ -77,15 +81,23 @@ class SidecarBook(Book):
         self._awaited_steps: list[int] = []
         self._waiters = DescriptorWaiters()
         self._fault = ""
+        self._refused_bytes: int | None = None  # of the message that did not fit last, until one would
         self._close_lock = threading.RLock()
 
     # Sending
 
     def _send(self, message: wire.AnyCommand) -> None:
         data = wire.encode(message)
+        if not self._backlog.has_room(len(data)):
+            self._check_alive()
+            self._refused_bytes = len(data)
+            raise InFlightFull(
+                f"message {message.seq} of {len(data)} bytes does not fit: the sidecar has not applied the ones before "
+                f"it, of {self._backlog.max_bytes} bytes at most"
+            )
         self._deliver(message.seq, data)
+        self._backlog.add(message.seq, len(data))
         self._journal.add(message, data)
-        self._trim_journal()
 
     def _deliver(self, seq: int, data: bytes) -> None:
         """To the sidecar; where there is none at the moment, the next one gets it from the journal."""
@@ -99,18 +111,12 @@ class SidecarBook(Book):
         if not self._supervisor.is_down and self._channel.send_command(data):
             return  # to the next one
         if not self._supervisor.is_down or len(self._journal) >= MAX_MESSAGES:
+            self._refused_bytes = len(data)
             raise InFlightFull(f"message {seq} does not fit: the sidecar has not taken the ones before it")
 
-    def _trim_journal(self) -> None:
-        if len(self._journal) >= TRIM_AT_MESSAGES:
-            self._journal.trim(self._checkpoint_seq.load_acquire())
-
-    def _send_step(
+    def _send_by_zmq(
         self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
     ) -> None:
-        if self._sends_by_ring:
-            self._fill_ring(self._ring, step, batch, n, sampled, drafts, logprobs)
-            return
         area = self._area
         width, draft_width = area.put(n, sampled, drafts)
         logprobs_width, logprobs_bytes = 0, wire.NO_BYTES
@@ -128,16 +134,20 @@ class SidecarBook(Book):
         self._deliver(seq, data)
         self._seq = seq
         self._journal.add_step(seq, data, batch)
-        self._trim_journal()
 
-    def _fill_ring(
-        self, ring: SampleRingWriter, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None,
-        logprobs: Any,
-    ) -> None:  # fmt: skip
+    def _send_step(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
+        # A forward pass has emptied the caches: each function that is called here costs a microsecond.
+        if not self._sends_by_ring:
+            self._send_by_zmq(step, batch, n, sampled, drafts, logprobs)
+            return
+        if self._supervisor.is_down:
+            self._check_alive()
         draft_width = logprobs_width = 0
         if drafts is not None:
             self._next_seq()  # raises where nothing may be written
-            target = ring.draft_token_ids[step % len(ring.draft_token_ids)]
+            target = self._ring.draft_token_ids[step % self._num_ring_slots]
             draft_width = stage_ids(drafts, n, self.config.num_spec_tokens, target)
         if logprobs is not None:
             sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)  # they say how many ids a row has
@@ -146,19 +156,16 @@ class SidecarBook(Book):
             logprobs_width, _ = area.put(logprobs, batch, num_ids, self._max_logprobs_width)
         if not self._slots.is_known(batch):  # nothing is sent for ids that will be refused
             check_ids("sampled_token_ids", sampled, n, self._max_width)
-        if self._supervisor.is_down:
-            self._check_alive()
-        slot = self._known_slot(batch)
+            self._known_slot(batch)
         seq = self._next_seq()
         try:
-            filled = ring.fill(sampled, n, step, seq, slot, draft_width, logprobs_width)
+            filled = self._ring.fill(sampled, n, step, seq, batch.slot, draft_width, logprobs_width)
         except TypeError:
             raise NotAsTheyAre from None
         if filled == 0:
             raise NotAsTheyAre
         self._seq = seq
         self._journal.add_step(seq, None, batch)
-        self._trim_journal()
         if filled < 0:
             self._channel.ring_doorbell()
 
@@ -181,7 +188,6 @@ class SidecarBook(Book):
         link.bring(step, *brought)
         self._seq = seq
         self._journal.add_step(seq, None, batch)
-        self._trim_journal()
         if ring.describe(step, seq, slot, *widths):
             self._channel.ring_doorbell()
 
@@ -227,7 +233,7 @@ class SidecarBook(Book):
 
     def _adopt(self, link: Link) -> None:
         """Tells the next sidecar what it cannot know, and everything that its predecessor may not have done."""
-        restore = self._journal.restore(self._checkpoint_seq.load_acquire(), self._slots.known_batches)
+        restore = self._journal.restore(self._slots.known_batches)
         for data in [wire.encode(restore), *self._journal.messages()]:
             while not link.channel.send_command(data):
                 if not link.channel.wait_command_room(SEND_TIMEOUT_MS) and not link.process.is_alive():
@@ -300,6 +306,31 @@ class SidecarBook(Book):
         finally:
             self._awaited_steps.remove(step)
             self._ask_to_be_woken()
+
+    def _has_message_room(self) -> bool:
+        """Whether a message like the one that was refused would fit now."""
+        if self._refused_bytes is None:
+            return True
+        is_down = self._supervisor.is_down
+        is_room = len(self._journal) < MAX_MESSAGES if is_down else self._channel.wait_command_room(0)
+        if is_room and self._backlog.has_room(self._refused_bytes):
+            self._refused_bytes = None
+        return self._refused_bytes is None
+
+    def wait_room(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        super().wait_room(timeout_s)
+        while not self._has_message_room():  # nobody rings for that: it is looked at, every millisecond
+            if deadline is not None and time.monotonic() > deadline:
+                raise SidecarTimeout(f"the sidecar has not taken message {self._seq} in time")
+            self._wait_for_news(ROOM_POLL_MS)
+            self._drain_events()
+
+    async def room(self) -> None:
+        await super().room()
+        while not self._has_message_room():
+            self._check_alive()
+            await asyncio.sleep(ROOM_POLL_MS / 1000)
 
     def _milliseconds_left(self, step: int, deadline: float | None) -> int | None:
         if deadline is None:

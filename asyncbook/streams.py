@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,10 +67,9 @@ class RequestStream:
 class Streams:
     """The open streams of a book, and the deliveries that belong to none of them."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self._streams: dict[int, RequestStream] = {}  # by request number: an id may be used again
         self._unclaimed: deque[StepOutputs] = deque()
-        self._wake = wake
 
     def open(self, request_no: int) -> RequestStream:
         """A stream, with what was delivered and not read yet. Raises `KeyError` where the request has one."""
@@ -88,12 +86,12 @@ class Streams:
         if self._streams.get(request_no) is stream:
             del self._streams[request_no]
 
-    def sort(self, step_outputs: StepOutputs) -> None:
-        """A delivery: to each stream its share, and the rest to whoever reads everything."""
-        if self._streams:
-            step_outputs = self._without_claimed(step_outputs)
-        if len(step_outputs):
-            self._unclaimed.append(step_outputs)
+    def sort(self, step_outputs: StepOutputs) -> bool:
+        """A delivery: to each stream its share, and the rest to whoever reads everything. Whether a stream got some."""
+        rest = self._without_claimed(step_outputs) if self._streams else step_outputs
+        if len(rest):
+            self._unclaimed.append(rest)
+        return rest is not step_outputs
 
     def _without_claimed(self, step_outputs: StepOutputs) -> StepOutputs:
         request_nos = step_outputs.request_nos.tolist()
@@ -117,7 +115,6 @@ class Streams:
             self._streams[request_nos[i]].add(piece)
             if piece.is_finished:  # the number will be another request's
                 del self._streams[request_nos[i]]
-        self._wake()
         return step_outputs.select(rest)
 
     def next_unclaimed(self) -> StepOutputs | None:

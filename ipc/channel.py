@@ -12,6 +12,7 @@ A PAIR socket takes one peer, so a second sidecar cannot listen in; who the peer
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import threading
 from pathlib import Path
@@ -183,11 +184,13 @@ class SidecarChannel(_Channel):
         super().__init__(directory, max_command_bytes)
         for name, socket in zip(SOCKET_NAMES, self._sockets, strict=True):
             socket.connect(f"ipc://{directory / name}")
+        self._watched: list[int] = []
         self._poller = zmq.Poller()
         self._poller.register(self._commands, zmq.POLLIN)
 
     def watch(self, descriptor: int) -> None:
-        """`wait_command` returns when this descriptor is readable, too."""
+        """Waits end when this descriptor is readable, too."""
+        self._watched.append(descriptor)
         self._poller.register(descriptor, zmq.POLLIN)
 
     def receive_command(self) -> bytes | None:
@@ -198,6 +201,11 @@ class SidecarChannel(_Channel):
         """Waits until a command can be received, a watched descriptor is readable, or time is over (None: no limit).
         False where a watched descriptor is readable."""
         return all(isinstance(socket, zmq.Socket) for socket, _ in self._poller.poll(timeout_ms))
+
+    def nap(self, timeout_s: float) -> bool:
+        """Waits for fractions of the milliseconds that `wait_command` knows, and for no command. False where a watched
+        descriptor is readable."""
+        return not select.select(self._watched, [], [], timeout_s)[0]
 
     def send_event(self, event: wire.Event, timeout_ms: int = 1000) -> bool:
         """False where the runner did not take it in time."""

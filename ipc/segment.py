@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,10 +20,43 @@ import numpy as np
 
 from asyncbook.ipc.errors import BookFull, LayoutMismatch
 from asyncbook.ipc.layout import LAYOUT_VERSION, MAGIC, PAGE_BYTES, Layout, Owner
+from asyncbook.ipc.limits import PROCESS_LIMITS, Limit, memory_limits, space_limit
+
+_SMALLER = "lower max_num_reqs, max_model_len or max_in_flight"
+_SHM = Path("/dev/shm")
+
+
+def _has_memfd() -> bool:
+    return hasattr(os, "memfd_create")
+
+
+def _need(layout: Layout) -> str:
+    return (
+        f"cannot reserve {layout.table_offset} bytes of shared memory for a book of {layout.max_num_reqs} rows "
+        f"(the table may grow to {layout.total_bytes} bytes)"
+    )
+
+
+def _check_room(layout: Layout) -> None:
+    """Raises `BookFull` where the book cannot be had: what is reserved at once by what is left now, the whole of it by
+    limits on addresses and files, which nothing that is given back helps to keep."""
+    for limit in memory_limits():
+        need = layout.total_bytes if limit.name in PROCESS_LIMITS else layout.table_offset
+        _check_limit(layout, limit, need)
+    if not _has_memfd():
+        _check_limit(layout, space_limit(_SHM), layout.total_bytes)
+
+
+def _check_limit(layout: Layout, limit: Limit, need: int) -> None:
+    if need > limit.available:
+        raise BookFull(
+            f"{_need(layout)}: {need} bytes are needed, {limit.available} available ({limit.name}); "
+            f"{limit.remedy}, or {_SMALLER}"
+        )
 
 
 def _create_descriptor() -> int:
-    if hasattr(os, "memfd_create"):
+    if _has_memfd():
         return os.memfd_create("asyncbook", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     import _posixshmem  # what multiprocessing.shared_memory stands on; it offers no unlink-at-once itself
 
@@ -41,7 +75,11 @@ def _seal(descriptor: int) -> None:
 
 
 def give_back(memory: memoryview, offset: int, length: int) -> None:
-    """Returns the whole pages in a part of a segment to the system; they read as zeros. `memory` from `writable`."""
+    """Returns the whole pages in a part of a segment to the system; they read as zeros. `memory` from `writable`.
+
+    What a file system has room for now it may not have later: memory with a name is kept."""
+    if not _has_memfd():
+        return
     start = -(-offset // PAGE_BYTES) * PAGE_BYTES
     end = (offset + length) // PAGE_BYTES * PAGE_BYTES
     if start < end and isinstance(memory.obj, mmap.mmap) and hasattr(mmap, "MADV_REMOVE"):
@@ -64,19 +102,16 @@ class Segment:
     @classmethod
     def create(cls, layout: Layout) -> Self:
         """A new segment, zeroed, its OWNER page filled in. Raises `BookFull` where memory for the small parts lacks."""
+        _check_room(layout)
         descriptor = _create_descriptor()
         try:
             os.ftruncate(descriptor, layout.total_bytes)
             # The table is sparse and costs what is in use; all else is reserved now, so that lack of memory is an error
-            # here and not a SIGBUS later.
-            os.posix_fallocate(descriptor, 0, layout.table_offset)
+            # here and not a SIGBUS later. In a file system that may be small the table is reserved as well.
+            os.posix_fallocate(descriptor, 0, layout.table_offset if _has_memfd() else layout.total_bytes)
         except OSError as error:
             os.close(descriptor)
-            raise BookFull(
-                f"cannot reserve {layout.table_offset} bytes of shared memory for a book of {layout.max_num_reqs} "
-                f"rows (the table may grow to {layout.total_bytes} bytes): {error.strerror}; "
-                f"lower max_num_reqs or max_in_flight, or raise the memory limit"
-            ) from error
+            raise BookFull(f"{_need(layout)}: {error.strerror}; {_SMALLER}, or raise the memory limit") from error
         _seal(descriptor)
         segment = cls(descriptor, layout)
         owner = layout.owner.view(segment._map(0, PAGE_BYTES, writable=True))
@@ -116,7 +151,11 @@ class Segment:
 
     def _map(self, offset: int, length: int, *, writable: bool) -> memoryview:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return memoryview(mmap.mmap(self.descriptor, length, mmap.MAP_SHARED, protection, offset=offset))
+        try:
+            mapped = mmap.mmap(self.descriptor, length, mmap.MAP_SHARED, protection, offset=offset)
+        except OSError as error:  # limits on addresses
+            raise BookFull(f"cannot map {length} bytes of a book: {error.strerror}; raise RLIMIT_AS") from error
+        return memoryview(mapped)
 
     def readable(self) -> memoryview:
         """The whole segment, read-only: a write through it, or through any view of it, is refused."""

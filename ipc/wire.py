@@ -19,6 +19,7 @@ from asyncbook.ipc.layout import Layout, layout_hash
 
 MAX_EVENT_BYTES = 1 << 16
 MAX_STOP_IDS = 1 << 16  # of a request
+MAX_STOP_BYTES = 1 << 14  # of all stop strings of a request, as UTF-8
 MAX_REQUEST_ID_BYTES = 1 << 16
 NUM_BATCH_SLOTS = 32  # batches the book remembers; the runner describes an older one again
 
@@ -219,11 +220,12 @@ AnyEvent = Compiling | Ready | Refused | Wake | Fault
 def max_command_bytes(layout: Layout) -> int:
     """No command of a right runner is longer. Numbers take 9 bytes at most, and 5 stand in front of an array."""
     n = layout.max_num_reqs
-    admission = MAX_REQUEST_ID_BYTES + 5 * layout.max_model_len + 9 * MAX_STOP_IDS
+    stops = 9 * MAX_STOP_IDS + 6 * MAX_STOP_BYTES  # 5 at most stand in front of a string, which has a byte or more
+    admission = MAX_REQUEST_ID_BYTES + 5 * layout.max_model_len + stops
     batch = 4 * BatchField.COUNT * n
     step = 4 * n * (1 + 2 * layout.num_spec_tokens + (1 + layout.num_spec_tokens) * layout.entry_size)
     # As many stop ids as all rows may have are more than any message should bring: a book of a few rows with many.
-    restore = NUM_BATCH_SLOTS * (batch + 64) + min(n * 9 * MAX_STOP_IDS, 1 << 30) + 64 * n
+    restore = NUM_BATCH_SLOTS * (batch + 64) + min(n * stops, 1 << 30) + 64 * n
     return max(admission, batch, step, restore) + 4096
 
 

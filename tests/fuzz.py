@@ -293,8 +293,10 @@ class Traffic:
         return wire.Release(seq, *self._row())
 
     def _restore(self, seq: int) -> wire.AnyCommand:
-        num_rows = self._random.randint(0, LAYOUT.max_num_reqs)
-        rows = [wire.RestoredRow(row, [1, 2], [], False, True) for row in range(num_rows)]
+        rows = [
+            wire.RestoredRow(row, [1, 2], [], False, True)
+            for row in range(self._random.randint(0, LAYOUT.max_num_reqs))
+        ]
         return wire.Restore(seq - 1, rows, [wire.RestoredBatch(0, NO_BYTES)])
 
 

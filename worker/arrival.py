@@ -14,7 +14,6 @@ from asyncbook.ipc.histogram import bucket_of
 
 NAP_SHARE = 16
 MAX_NAP_S = 0.000_2
-LOOK_UP_NS = 20_000_000  # how often to see whether the runner is still there
 
 
 class Arrivals:
@@ -22,14 +21,14 @@ class Arrivals:
 
     def __init__(self, histogram: np.ndarray) -> None:
         self._histogram = histogram
-        self._since_ns = self._looked_up_ns = 0
+        self._since_ns = 0
         self.is_waiting = False
 
     def missing(self) -> None:
         """The step is submitted, its ids are not there."""
         if not self.is_waiting:
             self.is_waiting = True
-            self._since_ns = self._looked_up_ns = monotonic_ns()
+            self._since_ns = monotonic_ns()
 
     def arrived(self) -> None:
         """Its ids are there."""
@@ -42,11 +41,3 @@ class Arrivals:
     def nap_s(self) -> float:
         """How long to sleep before the next look."""
         return min((monotonic_ns() - self._since_ns) / (NAP_SHARE * 1e9), MAX_NAP_S)
-
-    def is_time_to_look_up(self) -> bool:
-        """Whether it is long ago that somebody looked at anything but the ids."""
-        now_ns = monotonic_ns()
-        if now_ns - self._looked_up_ns < LOOK_UP_NS:
-            return False
-        self._looked_up_ns = now_ns
-        return True

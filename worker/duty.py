@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from typing import TYPE_CHECKING
 
 from asyncbook.ipc import wire
@@ -161,9 +160,8 @@ class DutyCycle:
         if what is Idle.SPIN:
             self._warmth.keep()
             os.sched_yield()
-        else:
-            time.sleep(self._arrivals.nap_s())
-        return self._wait_for_command(0) if self._arrivals.is_time_to_look_up() else True
+            return True
+        return self._channel.nap(self._arrivals.nap_s())
 
     def _wait_for_command(self, timeout_ms: int | None) -> bool:
         if not self._has_all_delivered:

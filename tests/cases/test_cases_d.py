@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from asyncbook import Book, FinishReason, InvalidRequest, RequestParams, Row
+from asyncbook.ipc import wire
 from tests.conftest import TIMEOUT_S, MakeBook, columns, delivered, in_flight, step
 from tests.unit.text_oracle import byte_level, of_pieces
 
@@ -256,6 +257,12 @@ def test_a_sidecar_that_took_over_goes_on_with_the_text(make_book: MakeBook, tmp
 def test_stop_strings_that_cannot_be_are_refused(book: Book, stop: Any) -> None:
     with pytest.raises(InvalidRequest, match="stop"):
         admit(book, stop=[stop] if isinstance(stop, str) else stop)
+
+
+@pytest.mark.parametrize("stop", [["x" * (wire.MAX_STOP_BYTES + 1)], ["xy"] * (wire.MAX_STOP_BYTES // 2 + 1)])
+def test_stop_strings_have_a_bound(book: Book, stop: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {wire.MAX_STOP_BYTES}"):
+        admit(book, stop=stop)
 
 
 def test_stop_strings_need_a_tokenizer(make_book: MakeBook) -> None:

@@ -10,6 +10,7 @@ and `torn checkpoint`.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -28,7 +29,7 @@ from asyncbook.worker import __main__ as sidecar
 
 # name: (module, owner in it or "", attribute)
 FUNCTIONS = {
-    "serve": ("worker.__main__", "", "_serve"),
+    "serve": ("worker.serve", "", "_serve"),
     "take over": ("worker.checkpoint", "Checkpoints", "take_over"),
     "run": ("worker.duty", "DutyCycle", "run"),
     "restore": ("worker.ledger", "Ledger", "_restore"),
@@ -129,7 +130,7 @@ def install(fault: Fault) -> None:
         install_at_word(fault, Word[fault.name])
     else:
         module, owner, attribute = FUNCTIONS[fault.name]
-        place = sidecar if module == "worker.__main__" else sys.modules[f"asyncbook.{module}"]
+        place = importlib.import_module(f"asyncbook.{module}")
         place = getattr(place, owner) if owner else place
         setattr(place, attribute, fault.wrapped(getattr(place, attribute)))
 

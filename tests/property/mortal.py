@@ -120,6 +120,9 @@ class RunnerEnd:
     def wait_event(self, timeout_ms: int | None, *other_descriptors: int) -> None:
         self._sidecar.work()
 
+    def end_waits(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -17,12 +17,15 @@ pytest.importorskip("rich")
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from asyncbook import BookConfig, doctor
+from asyncbook import BookConfig
+from asyncbook import doctor_checks as doctor
 from asyncbook.__main__ import main
-from asyncbook.doctor import CHECKS, MIB, WIDTH, Finding, make_table, run_checks
+from asyncbook.doctor import WIDTH, make_table
+from asyncbook.doctor_checks import CHECKS, MIB, Finding, run_checks
 from asyncbook.ipc import jit, runtime_dir
 from asyncbook.ipc.channel import NUM_DESCRIPTORS
 from asyncbook.ipc.layout import Layout
+from asyncbook.ipc.limits import ADDRESS_SPACE, FILE_SIZE, Limit
 
 SMALL_BOOK = BookConfig(max_num_reqs=4, max_model_len=16, vocab_size=100).layout
 LARGE_BOOK = BookConfig(max_num_reqs=1024, max_model_len=131_072, vocab_size=100).layout
@@ -47,8 +50,7 @@ def refuse(number: int) -> Callable[..., Any]:
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What differs from machine to machine, and from moment to moment, as it should be."""
-    monkeypatch.setattr(doctor, "_available_bytes", returns(PLENTY))
-    monkeypatch.setattr(doctor, "_group_bytes", returns(None))
+    monkeypatch.setattr(doctor, "memory_limits", limits(("the machine", PLENTY)))
     monkeypatch.setattr(doctor, "_usable_cores", returns({0, 1}))
     monkeypatch.setattr(doctor, "_descriptor_limit", returns(20_000))
     monkeypatch.setattr(jit, "is_cached", returns(True))
@@ -82,7 +84,7 @@ def test_exit_status(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
     monkeypatch.setattr(doctor, "_descriptor_limit", returns(20))
     ran = run_doctor(*arguments)
     assert ran.exit_code == 1
-    assert "ulimit -n" in ran.output
+    assert "ulimit" in ran.output
 
 
 def test_a_book_has_two_sizes() -> None:
@@ -144,11 +146,17 @@ def test_no_descriptor_of_this_kind(monkeypatch: pytest.MonkeyPatch, call: str, 
 # Memory
 
 
-@pytest.mark.parametrize("limit", ["_available_bytes", "_group_bytes"])
-def test_memory_against_a_book(monkeypatch: pytest.MonkeyPatch, healthy: None, limit: str) -> None:
+def limits(*rooms: tuple[str, int]) -> Callable[..., list[Limit]]:
+    return lambda: sorted((Limit(name, room, "raise it") for name, room in rooms), key=lambda limit: limit.available)
+
+
+def test_memory_against_a_book(monkeypatch: pytest.MonkeyPatch) -> None:
     def status(room: int, layout: Layout | None) -> str:
-        monkeypatch.setattr(doctor, limit, returns(room))
-        return doctor.check_memory(layout).status
+        monkeypatch.setattr(doctor, "memory_limits", limits(("a group", room), (FILE_SIZE, 1), ("the machine", PLENTY)))
+        finding = doctor.check_memory(layout)
+        assert "a group" in finding.found
+        assert finding.status == "ok" or "raise it" in finding.remedy
+        return finding.status
 
     sidecar = doctor.SIDECAR_BYTES
     assert status(sidecar - 1, None) == "error"
@@ -160,60 +168,22 @@ def test_memory_against_a_book(monkeypatch: pytest.MonkeyPatch, healthy: None, l
     assert status(sidecar + SMALL_BOOK.total_bytes, SMALL_BOOK) == "ok"
 
 
-def test_memory_that_nobody_tells(monkeypatch: pytest.MonkeyPatch, healthy: None) -> None:
-    monkeypatch.setattr(doctor, "_available_bytes", returns(None))
-    assert doctor.check_memory(None).status == "warning"
-
-
-def test_available_memory_is_read() -> None:
-    assert MIB < (doctor._available_bytes() or 0) < PLENTY
-
-
-def write(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("memory_", "memory.")).write_text(f"{text}\n")
-
-
-def test_control_groups_of_version_2(tmp_path: Path) -> None:
-    groups, mount = tmp_path / "cgroup", tmp_path / "mount"
-    groups.write_text("0::/a/b\n")
-    write(mount / "a" / "b", memory_max="max", memory_current="10")
-    assert doctor._group_bytes(groups, mount) is None
-    write(mount / "a", memory_max="1000", memory_current="300", memory_stat="anon 200\ninactive_file 50")
-    assert doctor._group_bytes(groups, mount) == 750, "the limit of a group above holds as well"
-    write(mount / "a" / "b", memory_max="100", memory_current="90")
-    assert doctor._group_bytes(groups, mount) == 10
-
-
-def test_control_groups_of_version_1(tmp_path: Path) -> None:
-    groups, mount = tmp_path / "cgroup", tmp_path / "mount"
-    groups.write_text("5:cpu,cpuacct:/x\n4:memory:/of/the/host\n1:name=systemd:/\n0::/\n")
-    unlimited = str(2**63 - 4096)
-    write(mount / "memory", memory_limit_in_bytes=unlimited, memory_usage_in_bytes="10")
-    assert doctor._group_bytes(groups, mount) is None
-    stat = "inactive_file 5\ntotal_inactive_file 20"
-    write(mount / "memory", memory_limit_in_bytes="100", memory_usage_in_bytes="70", memory_stat=stat)
-    assert doctor._group_bytes(groups, mount) == 50, "the group's own path is not mounted in a container"
-    assert doctor._group_bytes(tmp_path / "none", mount) is None
-
-
-def test_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = doctor.SIDECAR_MAPPED_BYTES + SMALL_BOOK.total_bytes
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    assert doctor.check_address_space(SMALL_BOOK).status == "ok"
-    finding = doctor.check_address_space(LARGE_BOOK)
-    assert finding.status == "error"
-    assert "ulimit -v" in finding.remedy
-    monkeypatch.setattr(doctor, "_mappable_bytes", returns(None))
-    assert doctor.check_address_space(LARGE_BOOK).status == "ok"
+@pytest.mark.parametrize(("name", "beside"), [(ADDRESS_SPACE, doctor.SIDECAR_MAPPED_BYTES), (FILE_SIZE, 0)])
+def test_limits_of_the_process(monkeypatch: pytest.MonkeyPatch, name: str, beside: int) -> None:
+    needed = beside + LARGE_BOOK.total_bytes
+    for room, status in ((needed, "ok"), (needed - 1, "error")):
+        monkeypatch.setattr(doctor, "memory_limits", limits(("the machine", PLENTY), (name, room)))
+        finding = doctor.check_process_limits(LARGE_BOOK)
+        assert (finding.status, name in finding.found) == (status, True)
+    monkeypatch.setattr(doctor, "memory_limits", limits(("the machine", PLENTY)))
+    assert doctor.check_process_limits(LARGE_BOOK).status == "ok"
 
 
 def test_shm_matters_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_shm_bytes", returns(2 * SMALL_BOOK.total_bytes))
     assert doctor.check_shm(LARGE_BOOK).status == "ok"
     monkeypatch.delattr(os, "memfd_create")
-    assert [doctor.check_shm(layout).status for layout in (None, SMALL_BOOK, LARGE_BOOK)] == ["ok", "ok", "warning"]
+    assert [doctor.check_shm(layout).status for layout in (None, SMALL_BOOK, LARGE_BOOK)] == ["ok", "ok", "error"]
     monkeypatch.setattr(doctor, "_shm_bytes", returns(MIB // 4))
     assert doctor.check_shm(LARGE_BOOK).status == "error"
     monkeypatch.setattr(doctor, "_shm_bytes", returns(None))

@@ -69,9 +69,9 @@ def random_message(choices: random.Random, seq: int, held: set[int]) -> Any:
 @pytest.mark.parametrize("seed", range(30))
 def test_restore_says_what_held_at_the_checkpoint(seed: int) -> None:
     choices = random.Random(seed)
-    journal, model, held = Journal(), Model(), set[int]()
-    known: list[Batch | None] = [None] * 4  # few slots, so that they are used again
     checkpoint = 0
+    journal, model, held = Journal(lambda: checkpoint), Model(), set[int]()
+    known: list[Batch | None] = [None] * 4  # few slots, so that they are used again
     for seq in range(1, 200):
         if choices.random() < 0.5:
             message = random_message(choices, seq, held)
@@ -80,7 +80,7 @@ def test_restore_says_what_held_at_the_checkpoint(seed: int) -> None:
             journal.add(message, data)
         elif choices.random() < 0.3 or not any(known):
             slot = choices.randrange(len(known))
-            batch = Batch(None, (), np.full((4, 1), seq, np.int32))  # type: ignore[arg-type]
+            batch = Batch(None, (), np.full((wire.BatchField.COUNT, 1), seq, np.int32))  # type: ignore[arg-type]
             batch.slot = slot
             known[slot] = batch
             message = wire.DescribeBatch(seq, slot, wire.as_bytes(batch.fields))
@@ -94,8 +94,7 @@ def test_restore_says_what_held_at_the_checkpoint(seed: int) -> None:
             journal.add_step(seq, step_data, batch)
         if choices.random() < 0.1:
             checkpoint = choices.randint(checkpoint, seq)
-            journal.trim(checkpoint)
-        restore = journal.restore(checkpoint, known)
+        restore = journal.restore(known)
         assert {row.row: row.stop_ids for row in restore.rows} == model.stop_ids(checkpoint)
         expected, shown = model.batches(checkpoint), {batch.slot: bytes(batch.fields) for batch in restore.batches}
         assert shown.items() <= expected.items()

@@ -44,7 +44,7 @@ def write(log: OutputsLogWriter, which: LogWriter, columns: OutputColumns, step:
         return False
     which.block(size)[:] = columns.block
     log.number += 1
-    which.publish(log.number, step, columns.n, size)
+    which.publish(log.number, step, columns)
     return True
 
 

@@ -7,6 +7,7 @@ exactly the orders that the model keeps. What the second half shows: the code ta
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,11 +128,12 @@ class Recorder:
 
 def duty_cycle(log: list[str], **parts: Any) -> DutyCycle:
     cycle = DutyCycle.__new__(DutyCycle)
-    cycle._ledger = type("Ledger", (), {"step": 6})()  # type: ignore[assignment]
+    cycle._ledger = SimpleNamespace(step=6, applied_seq=9)  # type: ignore[assignment]
     cycle._idle_policy = Recorder("policy", [], idle=Idle.SLEEP)
     cycle._arrivals = Arrivals.__new__(Arrivals)
     cycle._arrivals.is_waiting = False
-    cycle._unsent = None
+    cycle._has_all_delivered = True
+    cycle._log = SimpleNamespace(overflow=Recorder("overflow", []))  # type: ignore[assignment]
     cycle._is_sleeping = Recorder("is_sleeping", log)  # type: ignore[assignment]
     cycle._channel = Recorder("channel", log, wait_command=True)  # type: ignore[assignment]
     for name, part in parts.items():
@@ -157,7 +159,9 @@ def test_the_bookkeeper_looks_for_a_sleeping_runner_behind_a_fence(
     log: list[str] = []
     monkeypatch.setattr(duty, "fence", lambda: log.append("fence"))
     wake_at_step = Recorder("wake_at_step", log, load_acquire=awaited)
-    duty_cycle(log, _wake_at_step=wake_at_step, _woken_at_step=0)._wake_runner(6)
+    monkeypatch.setattr(DutyCycle, "_flush", lambda self: None)
+    applied_seq = Recorder("applied_seq", [])
+    duty_cycle(log, _wake_at_step=wake_at_step, _woken_at_step=0, _applied_seq=applied_seq)._after_step()
     assert log == ["fence", "wake_at_step.load_acquire()", *(["channel.send_event()"] if awaited == 6 else [])]
 
 
@@ -171,7 +175,8 @@ def test_the_runner_says_that_it_waits_then_looks(monkeypatch: pytest.MonkeyPatc
     book._channel = Recorder("channel", log, receive_event=None)  # type: ignore[assignment]
     book._process = type("Process", (), {"pidfd": 0, "is_alive": lambda self: True})()  # type: ignore[assignment]
     book._awaited_steps, book._submitted_step, book._known_applied_step = [], 7, 6
-    book._is_closed, book._ended_by = False, None
+    book._is_closed, book._ended_by, book._foreign = False, None, None
+    book._supervisor = SimpleNamespace(is_down=False, num_restarts=0)  # type: ignore[assignment]
     book.wait_applied(7)
     assert log == [
         "published_step.load_acquire()",

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,8 @@ import pytest
 import asyncbook
 from asyncbook import BookConfig, BookFull, LayoutMismatch
 from asyncbook.ipc.layout import LAYOUT_VERSION, MAGIC, NO_LOGPROBS, PAGE_BYTES, Layout, Owner
-from asyncbook.ipc.segment import Segment
+from asyncbook.ipc.limits import Limit
+from asyncbook.ipc.segment import Segment, give_back
 from tests.conftest import step
 
 LAYOUT = Layout(max_num_reqs=8, max_model_len=100_000, num_spec_tokens=2, max_in_flight=2)
@@ -43,11 +46,21 @@ def test_a_new_segment_is_zero_but_for_its_owner_page(segment: Segment) -> None:
     assert not np.frombuffer(memory, np.uint8, offset=8 * len(Owner), count=LAYOUT.table_offset - 8 * len(Owner)).any()
 
 
-def test_only_the_table_is_sparse(segment: Segment) -> None:
-    assert LAYOUT.table_offset <= used_bytes(segment) < LAYOUT.table_offset + 16 * PAGE_BYTES
-    before = used_bytes(segment)
-    LAYOUT.token_ids.view(segment.writable())[3, :PAGE_BYTES] = 1
-    assert 0 < used_bytes(segment) - before < 8 * PAGE_BYTES
+def test_only_the_table_is_sparse() -> None:
+    with Segment.create(LAYOUT) as segment:
+        assert LAYOUT.table_offset <= used_bytes(segment) < LAYOUT.table_offset + 16 * PAGE_BYTES
+        before = used_bytes(segment)
+        LAYOUT.token_ids.view(segment.writable())[3, :PAGE_BYTES] = 1
+        assert 0 < used_bytes(segment) - before < 8 * PAGE_BYTES
+
+
+def test_posix_memory_is_reserved_whole_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file system may be full when the table grows, which would be a SIGBUS."""
+    monkeypatch.delattr(os, "memfd_create")
+    with Segment.create(LAYOUT) as segment:
+        assert used_bytes(segment) >= LAYOUT.total_bytes
+        give_back(segment.writable(), LAYOUT.token_ids.offset, LAYOUT.token_ids.end - LAYOUT.token_ids.offset)
+        assert used_bytes(segment) >= LAYOUT.total_bytes
 
 
 def test_a_memfd_is_sealed_against_every_change_of_size() -> None:
@@ -205,6 +218,51 @@ def test_lack_of_memory_is_an_error_at_creation_that_names_the_need(monkeypatch:
         os.fstat(descriptors[0])
     with pytest.raises(BookFull):
         asyncbook.open(BookConfig(max_num_reqs=8, max_model_len=16, vocab_size=100))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("memfd", "memory.max of /a"), ("memfd", "RLIMIT_AS"), ("posix", "file system")]
+)
+def test_what_does_not_fit_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    """A control group has no error for the page that is one too many: it has the end of a process."""
+    tight = Limit(name, LAYOUT.table_offset - 1, "the remedy")
+    if kind == "posix":
+        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.setattr("asyncbook.ipc.segment.space_limit", lambda path: tight)
+    else:
+        monkeypatch.setattr("asyncbook.ipc.segment.memory_limits", lambda: [tight])
+    monkeypatch.setattr("asyncbook.ipc.segment._create_descriptor", lambda: pytest.fail("it was made"))
+    with pytest.raises(BookFull) as caught:
+        Segment.create(LAYOUT)
+    for fragment in (str(LAYOUT.table_offset), f"{tight.available} available", name, "the remedy", "max_model_len"):
+        assert fragment in str(caught.value)
+
+
+def test_a_sparse_table_larger_than_what_is_left_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = Limit("memory.max of /a", LAYOUT.table_offset, "")
+    monkeypatch.setattr("asyncbook.ipc.segment.memory_limits", lambda: [limit])
+    Segment.create(LAYOUT).close()
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_a_process_with_a_limit_is_told(limit: str) -> None:
+    """In a process of its own: a limit cannot be taken back."""
+    program = f"""
+import resource, asyncbook
+config = asyncbook.BookConfig(max_num_reqs=1000, max_model_len=1_000_000, vocab_size=100)
+asyncbook.open(asyncbook.BookConfig(max_num_reqs=1, max_model_len=10, vocab_size=100)).close()
+resource.setrlimit(resource.{limit}, (4 << 30, 4 << 30))
+try:
+    asyncbook.open(config)
+except asyncbook.BookFull as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    for fragment in (limit, "are needed", "available", "ulimit", "max_num_reqs"):
+        assert fragment in ran.stdout
 
 
 def test_a_book_stands_on_posix_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
