@@ -25,10 +25,10 @@ from asyncbook.ipc import jit, layout, outputs_log, wire
 from asyncbook.ipc.segment import Segment
 from asyncbook.sidecar import SidecarBook
 from asyncbook.supervisor import Link
-from asyncbook.worker import bookkeeper, checkpoint, delivery, duty, ledger, outbox
+from asyncbook.worker import bookkeeper, checkpoint, delivery, duty, ledger, logprobs, outbox
 from asyncbook.worker.idle import SpinThenSleep
 
-MORTAL_MODULES = (bookkeeper, checkpoint, delivery, duty, ledger, outbox, outputs_log)
+MORTAL_MODULES = (bookkeeper, checkpoint, delivery, duty, ledger, logprobs, outbox, outputs_log)
 MORTAL_FILES = {module.__file__ for module in MORTAL_MODULES}
 UNIT_BYTES = 8  # an aligned store is whole or not there
 

@@ -22,7 +22,7 @@ from tests.property.compare import plain
 from tests.property.mortal import MortalBook, small_logs
 from tests.property.operations import CONFIGS, OPERATIONS, Choices, drive, once_in
 from tests.property.test_book_machine import SHORT, BookMachine
-from tests.property.test_slow_reader import Events, add_events
+from tests.property.test_slow_reader import Events, add_events, forget_ended
 from tests.property.trio import Trio
 from tests.reference import Finish, ReferenceOutputs
 
@@ -71,8 +71,8 @@ class MortalTrio(Trio):
             add_events(self._came, map(plain, outputs))
             num_polls = 0 if outputs else num_polls + 1
         assert self._came == self._expected, "sidecar outputs"
-        self._came.clear()
-        self._expected.clear()
+        forget_ended(self._came)
+        forget_ended(self._expected)
         self._awaited.clear()
         self._num_due = 0
 

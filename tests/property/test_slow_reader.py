@@ -47,6 +47,16 @@ def add_events(events: Events, deliveries: Iterable[ReferenceOutputs]) -> None:
                 events[request_id].append((delivery.finish_reasons[i], delivery.stop_reasons[i]))
 
 
+def forget_ended(events: Events) -> None:
+    """Keeps what came since each request's last end: sums go on from there."""
+    for request_id, came in list(events.items()):
+        ends = [index for index, event in enumerate(came) if isinstance(event, tuple) and not isinstance(event, Entry)]
+        if ends:
+            del came[: ends[-1] + 1]
+        if not came:
+            del events[request_id]
+
+
 class SlowTrio(Trio):
     """Compares everything but the outputs, which it takes when it is told to."""
 
