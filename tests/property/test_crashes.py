@@ -98,6 +98,9 @@ MORTAL_CONFIGS = CONFIGS | {
     "long rows, ring": BookConfig(
         max_num_reqs=3, max_model_len=200, vocab_size=5, num_spec_tokens=2, max_in_flight=4, transport="ring"
     ),
+    "long rows, logprobs": BookConfig(
+        max_num_reqs=3, max_model_len=200, vocab_size=5, num_spec_tokens=2, max_in_flight=4, max_logprobs=2
+    ),
 }
 LOG_BYTES = {"tiny": (0, 1 << 16), "small": (4096, 1 << 14)}
 
