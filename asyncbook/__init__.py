@@ -35,6 +35,8 @@ if TYPE_CHECKING:
         StaleRow,
     )
     from asyncbook.ipc.layout import FinishReason
+    from asyncbook.logprobs import Logprobs
+    from asyncbook.output_logprobs import OutputLogprobs
     from asyncbook.outputs import StepOutputs
     from asyncbook.rows import Row
     from asyncbook.stats import SpecDecodeStats, Stats
@@ -56,6 +58,8 @@ _HOMES = {
     "RequestParams": "config",
     "Frame": "frame",
     "FinishReason": "ipc.layout",
+    "Logprobs": "logprobs",
+    "OutputLogprobs": "output_logprobs",
     "StepOutputs": "outputs",
     "append_spans": "worker.scatter",
     "assign_spans": "worker.scatter",
@@ -107,7 +111,9 @@ __all__ = [
     "InvalidRequest",
     "InvalidToken",
     "LayoutMismatch",
+    "Logprobs",
     "NotApplied",
+    "OutputLogprobs",
     "PeerError",
     "PromptTooLong",
     "RequestOutput",

@@ -37,6 +37,7 @@ else:
         "bench",
         {
             "critical-path": "asyncbook.bench.critical_path:critical_path_command",
+            "logprobs": "asyncbook.bench.logprobs:logprobs_command",
             "text": "asyncbook.bench.text:text_command",
             "gpu": "asyncbook.bench.gpu:gpu_command",
             "policies": "asyncbook.bench.policies:policies_command",

@@ -62,6 +62,7 @@ def check_request(
     if not isinstance(params, RequestParams):
         raise InvalidRequest(f"request {request_id!r}: params is {params!r}, expected RequestParams")
     params.check(has_tokenizer=config.tokenizer is not None)
+    _check_logprobs(request_id, params.logprobs, config.max_logprobs)
     prompt = _token_ids(request_id, "prompt_token_ids", prompt_token_ids, config.vocab_size)
     outputs = _token_ids(request_id, "output_token_ids", output_token_ids, config.vocab_size)
     num_tokens = prompt.size + outputs.size
@@ -79,6 +80,19 @@ def check_request(
         )
     _check_num_computed(request_id, num_computed_tokens, num_tokens)
     return Request(prompt, outputs, _mask(request_id, prompt_is_token_ids, prompt.size))
+
+
+def _check_logprobs(request_id: str, logprobs: int | None, max_logprobs: int | None) -> None:
+    if logprobs is None:
+        return
+    if max_logprobs is None:
+        raise InvalidRequest(
+            f"request {request_id!r}: logprobs is {logprobs}, but the book was made without max_logprobs"
+        )
+    if logprobs > max_logprobs:
+        raise InvalidRequest(
+            f"request {request_id!r}: logprobs is {logprobs}, expected at most max_logprobs = {max_logprobs}"
+        )
 
 
 def _check_num_computed(request_id: str, num_computed_tokens: Any, num_tokens: int) -> None:

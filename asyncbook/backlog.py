@@ -16,7 +16,7 @@ class Backlog:
 
     def __init__(self, layout: Layout, applied_seq: Word) -> None:
         # Room for a whole table of prompts, and as much again as a small book never needs.
-        self.max_bytes = layout.overflow_log.offset - layout.table_offset + MIN_BYTES
+        self.max_bytes = layout.logprobs.offset - layout.table_offset + MIN_BYTES
         self._applied_seq = applied_seq
         self._sizes: deque[tuple[int, int]] = deque()
         self._num_bytes = 0

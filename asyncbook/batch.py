@@ -14,14 +14,15 @@ from asyncbook.rows import Row, RowRegistry
 
 
 class Batch:
-    """Rows in the order of what is sampled for them. `fields`: int32 [4, n] as it crosses to the bookkeeper."""
+    """Rows in the order of what is sampled for them. `fields`: int32 [5, n] as it crosses to the bookkeeper."""
 
-    __slots__ = ("fields", "registry", "rows", "slot")
+    __slots__ = ("fields", "logprobs_widths", "registry", "rows", "slot")
 
     def __init__(self, registry: RowRegistry, rows: tuple[Row, ...], fields: np.ndarray) -> None:
         self.registry = registry
         self.rows = rows
         self.fields = fields
+        self.logprobs_widths = fields[BatchField.LOGPROBS_WIDTH]
         self.slot = -1
 
     def __len__(self) -> int:
@@ -57,8 +58,9 @@ def make_batch(
     rows = tuple(rows)
     n = len(rows)
     seen: dict[int, int] = {}
+    logprobs_widths = []
     for i, row in enumerate(rows):
-        registry.held(row)
+        logprobs_widths.append(registry.held(row).logprobs_width)
         if row.index in seen:
             raise InvalidBatch(f"row {row.index} is named twice, at {seen[row.index]} and {i}")
         seen[row.index] = i
@@ -66,6 +68,7 @@ def make_batch(
     fields[BatchField.ROW] = [row.index for row in rows]
     fields[BatchField.GENERATION] = np.array([row.generation for row in rows], np.uint32).view(np.int32)
     fields[BatchField.NUM_SCHEDULED_TOKENS] = DEFAULT_SCHEDULED
+    fields[BatchField.LOGPROBS_WIDTH] = logprobs_widths
     if num_draft_tokens is not None:
         drafts = _counts("num_draft_tokens", num_draft_tokens, n, 0, num_spec_tokens)
         fields[BatchField.NUM_DRAFT_TOKENS] = drafts

@@ -80,6 +80,7 @@ class Book(CommittedState, BookOutputs):
         self._slots = BatchSlots()
         self._max_in_flight = config.max_in_flight
         self._max_width = 1 + config.num_spec_tokens
+        self._max_logprobs_width = 0 if config.max_logprobs is None else 1 + config.max_logprobs
         self._device = DeviceSide(config.device, segment, self._frames, has_ring=self._has_ring)
         self._copies = self._device.copies
         self._ended_by: AsyncbookError | None = None  # what ended the book, once known: later calls fail at once
@@ -226,10 +227,11 @@ class Book(CommittedState, BookOutputs):
             list(params.stop),
             bool(params.include_stop_str_in_output),
             bool(params.skip_special_tokens),
+            params.logprobs_width,
         )
         self._post(message)
         request_no = self._names.add(request_id, message.stop)
-        self._rows.admit(row, request_id, request_no, request.prompt_token_ids.size)
+        self._rows.admit(row, request_id, request_no, request.prompt_token_ids.size, params.logprobs_width)
         return row
 
     def abort(self, row: Row) -> None:
@@ -292,12 +294,11 @@ class Book(CommittedState, BookOutputs):
         """Hands over what a step sampled and returns its number. Never blocks.
 
         `sampled_token_ids`: int32 or int64, [n] or [n, 1 to 1 + num_spec_tokens], numpy or torch; -1 pads.
-        `draft_token_ids`: the next step's drafts, [n] or [n, 1 to num_spec_tokens]. Both may be overwritten as soon as
-        this returns. Raises `InvalidBatch`; `InFlightFull` when `max_in_flight` steps are not yet applied.
+        `logprobs`: an `asyncbook.Logprobs`, or what has its attributes. `draft_token_ids`: the next step's drafts, [n]
+        or [n, 1 to num_spec_tokens]. All of them may be overwritten as soon as this returns. Raises `InvalidBatch`;
+        `InFlightFull` when `max_in_flight` steps are not yet applied.
         """
         start_ns = monotonic_ns()
-        if logprobs is not None:
-            raise NotImplementedError("logprobs are not part of this version of asyncbook yet")
         step = self._submitted_step + 1
         if step - self._known_applied_step > self._max_in_flight and step - self.applied_step > self._max_in_flight:
             self._check_alive()
@@ -309,6 +310,8 @@ class Book(CommittedState, BookOutputs):
             self._copies.check_room(step)
         if draft_token_ids is not None and self.config.num_spec_tokens == 0:
             raise InvalidBatch("draft_token_ids came, but the book was made with num_spec_tokens=0")
+        if logprobs is not None and self._max_logprobs_width == 0:
+            raise InvalidBatch("logprobs came, but the book was made with max_logprobs=None")
         if batch.registry is not self._rows:
             raise InvalidBatch("the batch is another book's, expected one that this book's batch() made")
         n = len(batch.rows)
@@ -316,23 +319,23 @@ class Book(CommittedState, BookOutputs):
         self._submissions[_SUBMITTED_STEP] = step
         if type(sampled_token_ids) is np.ndarray and type(draft_token_ids) in _PLAIN:
             try:
-                self._send_step(step, batch, n, sampled_token_ids, draft_token_ids)
+                self._send_step(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
             except NotAsTheyAre:
-                self._send_mended(step, batch, n, sampled_token_ids, draft_token_ids)
+                self._send_mended(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
         else:
-            self._send_tensors(step, batch, n, sampled_token_ids, draft_token_ids)
+            self._send_tensors(step, batch, n, sampled_token_ids, draft_token_ids, logprobs)
         self._submitted_step = step
         self._submit_histogram[bucket_of(monotonic_ns() - start_ns)] += 1
         return step
 
-    def _send_mended(self, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
+    def _send_mended(self, step: int, batch: Batch, n: int, sampled: Any, drafts: Any, logprobs: Any) -> None:
         """`_send_step` for ids that it does not take as they are: says what is wrong with them, or mends it."""
         sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)
         if drafts is not None:
             drafts = check_ids("draft_token_ids", drafts, n, self._max_width - 1)
-        self._send_step(step, batch, n, sampled, drafts)
+        self._send_step(step, batch, n, sampled, drafts, logprobs)
 
-    def _send_tensors(self, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
+    def _send_tensors(self, step: int, batch: Batch, n: int, sampled: Any, drafts: Any, logprobs: Any) -> None:
         """`_send_step` for ids that are no arrays, or not both: on a device, or tensors of the CPU."""
         link = self._device.link_to(sampled, drafts)
         if link is not None:
@@ -341,18 +344,22 @@ class Book(CommittedState, BookOutputs):
                 ("sampled_token_ids", "draft_token_ids"), (sampled, drafts), n, widths
             )
             if link.brings_ids:
+                if logprobs is not None:
+                    raise NotImplementedError("logprobs with ids on a device are not part of this version yet")
                 self._send_from_device(link, step, batch, n, sampled, drafts)
                 return
-        self._send_mended(step, batch, n, sampled, drafts)
+        self._send_mended(step, batch, n, sampled, drafts, logprobs)
 
     def _send_from_device(self, link: DeviceLink, step: int, batch: Batch, n: int, sampled: Any, drafts: Any) -> None:
         """`_send_step` for ids on a device that brings them. Those of the CPU may be arrays or tensors."""
         raise NotImplementedError
 
     @abstractmethod
-    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
-        """Takes a step on its way, or raises with nothing done: `NotAsTheyAre` for ids that the kernels do not take.
-        The arrays may change once this returns."""
+    def _send_step(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
+        """Takes a step on its way, or raises with nothing done: `NotAsTheyAre` for ids that the kernels do not take,
+        `InvalidBatch` for logprobs that are wrong. The arrays may change once this returns."""
 
     def _known_slot(self, batch: Batch) -> int:
         """The batch's slot, described to the bookkeeper if it has to be."""

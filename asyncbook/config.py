@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncbook.ipc.errors import InvalidRequest
-from asyncbook.ipc.layout import INT32_MAX, MAX_IN_FLIGHT, MAX_POSITIONS, MAX_ROWS, MAX_SPEC_TOKENS, Layout
+from asyncbook.ipc.layout import (
+    INT32_MAX,
+    MAX_IN_FLIGHT,
+    MAX_LOGPROBS,
+    MAX_POSITIONS,
+    MAX_ROWS,
+    MAX_SPEC_TOKENS,
+    NO_LOGPROBS,
+    Layout,
+)
 from asyncbook.ipc.wire import MAX_STOP_BYTES, MAX_STOP_IDS
 
 TRANSPORTS = ("zmq", "ring")
@@ -32,13 +41,13 @@ class BookConfig:
     """Size and manner of a book. Raises `ValueError` naming the field, what was expected and what came.
 
     `max_num_reqs` rows of `max_model_len` positions; ids below `vocab_size`; at most `num_spec_tokens` drafts a row and
-    step; at most `max_in_flight` steps submitted and not yet applied. `spin_us`: how long an idle sidecar looks for
-    work before it sleeps; `idle_policy`: how it waits (`worker/idle.py`). `sidecar_cpu`: the core it is bound to.
+    step; at most `max_in_flight` steps submitted and not yet applied. `max_logprobs`: the most top logprobs that a
+    request may ask for; 0: the sampled ids' only; None: none. `spin_us`: how long an idle sidecar looks for work before
+    it sleeps; `idle_policy`: how it waits (`worker/idle.py`). `sidecar_cpu`: the core it is bound to.
     `device`: "cuda:0", whose tensors `submit` takes and `Frame.to_device` makes; the sample ring and the frames are
     pinned for it in the runner, where that is possible.
-    `start_timeout_s`: how long `spawn` waits for it
-    (kernels that must be compiled first do not count). `runner_reads_outputs=False`: a sidecar's outputs are for
-    subscribers alone, and nothing is kept for the runner.
+    `start_timeout_s`: how long `spawn` waits for it (kernels that must be compiled first do not count).
+    `runner_reads_outputs=False`: a sidecar's outputs are for subscribers alone, and nothing is kept for the runner.
     """
 
     max_num_reqs: int
@@ -63,6 +72,8 @@ class BookConfig:
         _check_range("vocab_size", self.vocab_size, 1, INT32_MAX)
         _check_range("num_spec_tokens", self.num_spec_tokens, 0, MAX_SPEC_TOKENS)
         _check_range("max_in_flight", self.max_in_flight, 1, MAX_IN_FLIGHT)
+        if self.max_logprobs is not None:
+            _check_range("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         _check_range("spin_us", self.spin_us, 0, 1_000_000)
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport is {self.transport!r}, expected one of {', '.join(TRANSPORTS)}")
@@ -81,8 +92,6 @@ class BookConfig:
     def check_supported(self) -> None:
         """Raises `ValueError` or `ImportError` for what is not there on this machine, `NotImplementedError` naming what
         this version does not have yet."""
-        if self.max_logprobs is not None:
-            raise _not_yet("max_logprobs (logprobs)")
         path = self.tokenizer_path
         if path is not None and not os.path.isfile(path):
             raise ValueError(f"tokenizer is {path!r}, expected the path of a tokenizer.json")
@@ -97,7 +106,8 @@ class BookConfig:
     @property
     def layout(self) -> Layout:
         """Where everything is in this book's segment."""
-        return Layout(self.max_num_reqs, self.max_model_len, self.num_spec_tokens, self.max_in_flight)
+        max_logprobs = NO_LOGPROBS if self.max_logprobs is None else self.max_logprobs
+        return Layout(self.max_num_reqs, self.max_model_len, self.num_spec_tokens, self.max_in_flight, max_logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +115,8 @@ class RequestParams:
     """What ends a request and what it reports. Names and meaning are vLLM's; `eos_token_id` is one id or several.
 
     `max_tokens` and `min_tokens` count outputs; `ignore_eos` ignores `eos_token_id` and nothing else. `stop`: strings
-    that end the request, which need a book with a tokenizer.
+    that end the request, which need a book with a tokenizer. `logprobs`: how many of the top ids' to report with the
+    sampled id's; 0: only that; None: none.
     """
 
     max_tokens: int | None = None
@@ -139,7 +150,12 @@ class RequestParams:
         if self.stop and not has_tokenizer:
             raise InvalidRequest(f"stop is {self.stop!r}, which needs a book with tokenizer=")
         if self.logprobs is not None:
-            raise InvalidRequest("logprobs need a book with max_logprobs=, this version has none")
+            _check_count("logprobs", self.logprobs, 0)
+
+    @property
+    def logprobs_width(self) -> int:
+        """Logprobs an id: the sampled id's and the top k; 0: none."""
+        return 0 if self.logprobs is None else 1 + int(self.logprobs)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from asyncbook.config import BookConfig
 from asyncbook.ipc import jit, wire
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.segment import Segment
+from asyncbook.logprobs import LogprobsArea
 from asyncbook.outputs import StepOutputs
 from asyncbook.place import Place
 from asyncbook.staging import StagingArea
@@ -79,20 +81,28 @@ class EmbeddedBook(Book):
         if config.tokenizer_path is not None:
             text_rows = TextRows(config.tokenizer_path, config.max_num_reqs)
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
+        self._logprobs_area = LogprobsArea(np.zeros(self._layout.ring_logprobs.shape[1], np.int32))
         self._queue = OutputQueue()
         self._has_gathered = True  # what the last step had to deliver is in the queue
         self._bookkeeper = Bookkeeper(
             self._layout, self._segment.writable(), config.vocab_size, self._queue, text_rows=text_rows
         )
 
-    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+    def _send_step(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
         width, draft_width = self._area.put(n, sampled, drafts)
+        logprobs_width = 0
+        if logprobs is not None:
+            logprobs_width, _ = self._logprobs_area.put(logprobs, batch, width, self._max_logprobs_width)
         slot = self._known_slot(batch)
         seq = self._next_seq()
         area = self._area
         if not self._has_gathered:
             self._gather()
-        self._bookkeeper.apply_step(seq, step, slot, area.sampled, width, area.drafts, draft_width)
+        self._bookkeeper.apply_step(
+            seq, step, slot, area.sampled, width, area.drafts, draft_width, self._logprobs_area.entries, logprobs_width
+        )  # fmt: skip
         self._seq = seq
         self._has_gathered = False
         self._queue.wake_readers()

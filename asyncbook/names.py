@@ -6,6 +6,7 @@ import numpy as np
 
 from asyncbook.ipc.columns import FIRST_STOP_STRING, OutputColumns
 from asyncbook.ipc.layout import FinishReason
+from asyncbook.output_logprobs import OutputLogprobs
 from asyncbook.outputs import StepOutputs, TextColumn
 
 
@@ -54,6 +55,7 @@ class Names:
             columns.token_ids,
             finish_reasons,
             stop_reasons,
+            None if columns.logprobs is None else OutputLogprobs.of_columns(columns.offsets, columns.logprobs),
             texts=None if columns.texts is None else TextColumn(columns.texts),
             request_nos=request_nos,
         )

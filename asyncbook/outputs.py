@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 
 from asyncbook.ipc.columns import Texts
 from asyncbook.ipc.layout import FinishReason
+from asyncbook.output_logprobs import OutputLogprobs, TokenLogprobs
 
 
 class RequestDelta(NamedTuple):
-    """One request's share of a `StepOutputs`."""
+    """One request's share of a `StepOutputs`. `logprobs`: for each id, those that the request asked for; None without.
+    `cumulative_logprob`: of all ids so far, these included; None without."""
 
     request_id: str
     token_ids: np.ndarray
     finish_reason: FinishReason
     stop_reason: int | str | None
     text: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 class TextColumn(Sequence[str]):
@@ -76,7 +80,7 @@ class StepOutputs:
     token_ids: np.ndarray
     finish_reasons: np.ndarray
     stop_reasons: np.ndarray
-    logprobs: Any = None
+    logprobs: OutputLogprobs | None = None
     texts: TextColumn | None = None
     request_nos: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False)
 
@@ -94,7 +98,7 @@ class StepOutputs:
             np.concatenate([np.empty(0, np.int32), *pieces]),
             self.finish_reasons[indices],
             self.stop_reasons[indices],
-            self.logprobs,
+            None if self.logprobs is None else self.logprobs.select(indices),
             None if self.texts is None else self.texts.select(indices),
             self.request_nos[indices],
         )
@@ -103,7 +107,7 @@ class StepOutputs:
         """Row by row, for readers that want objects; the columns are quicker."""
         ends = self.offsets.tolist()
         for i, request_id in enumerate(self.request_ids):
-            stop_reason = self.stop_reasons[i]
+            stop_reason, logprobs = self.stop_reasons[i], self.logprobs
             if not isinstance(stop_reason, str):
                 stop_reason = None if stop_reason == -1 else int(stop_reason)
             yield RequestDelta(
@@ -112,4 +116,6 @@ class StepOutputs:
                 FinishReason(int(self.finish_reasons[i])),
                 stop_reason,
                 None if self.texts is None else self.texts[i],
+                None if logprobs is None else logprobs.of(i),
+                None if logprobs is None else logprobs.cumulative_of(i),
             )

@@ -26,16 +26,20 @@ class HeldRow:
         "generation",
         "is_aborted",
         "is_preempted",
+        "logprobs_width",
         "num_prompt_tokens",
         "request_id",
         "request_no",
     )
 
-    def __init__(self, request_id: str, request_no: int, generation: int, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, request_id: str, request_no: int, generation: int, num_prompt_tokens: int, logprobs_width: int
+    ) -> None:
         self.request_id = request_id
         self.request_no = request_no
         self.admit_generation = self.generation = generation
         self.num_prompt_tokens = num_prompt_tokens
+        self.logprobs_width = logprobs_width  # the sampled id's and the top k; 0: none
         self.is_preempted = False
         self.is_aborted = False
 
@@ -60,11 +64,13 @@ class RowRegistry:
         index = self._free[0]
         return Row(index, self._generations[index] + 1)
 
-    def admit(self, row: Row, request_id: str, request_no: int, num_prompt_tokens: int) -> None:
+    def admit(
+        self, row: Row, request_id: str, request_no: int, num_prompt_tokens: int, logprobs_width: int = 0
+    ) -> None:
         """Gives out the row that `check_admission` promised."""
         heapq.heappop(self._free)
         self._generations[row.index] = row.generation
-        self._held[row.index] = HeldRow(request_id, request_no, row.generation, num_prompt_tokens)
+        self._held[row.index] = HeldRow(request_id, request_no, row.generation, num_prompt_tokens, logprobs_width)
         self._live_ids[request_id] = row.index
 
     def held(self, row: Row) -> HeldRow:

@@ -33,6 +33,7 @@ from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
 from asyncbook.journal import MAX_MESSAGES, Journal
+from asyncbook.logprobs import LogprobsArea
 from asyncbook.outputs import StepOutputs
 from asyncbook.place import Place
 from asyncbook.process import SidecarProcess
@@ -78,6 +79,9 @@ class SidecarBook(Book):
         self._checkpoint_seq = SharedWord(words, Word.CHECKPOINT_SEQ)
         self._ring = SampleRingWriter(self._layout, runner_part, words)
         self._sends_by_ring = config.transport == "ring"
+        own = [np.zeros(self._layout.ring_logprobs.shape[1], np.int32)]  # where steps are sent as messages
+        # By ring slot, else the one.
+        self._logprobs_areas = [LogprobsArea(slot) for slot in (self._ring.logprobs if self._sends_by_ring else own)]
         self._applied_seq = SharedWord(words, Word.APPLIED_SEQ)
         self._backlog = Backlog(self._layout, self._applied_seq)
         self._channel = channel
@@ -124,35 +128,52 @@ class SidecarBook(Book):
             self._refused_bytes = len(data)
             raise InFlightFull(f"message {seq} does not fit: the sidecar has not taken the ones before it")
 
-    def _send_by_zmq(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+    def _send_by_zmq(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
         area = self._area
         width, draft_width = area.put(n, sampled, drafts)
+        logprobs_width, logprobs_bytes = 0, wire.NO_BYTES
+        if logprobs is not None:
+            entries = self._logprobs_areas[0]
+            logprobs_width, size = entries.put(logprobs, batch, width, self._max_logprobs_width)
+            logprobs_bytes = wire.as_bytes(entries.entries[:size])
         slot = self._known_slot(batch)
         seq = self._next_seq()
         sampled_bytes, drafts_bytes = area.sampled_bytes[: 4 * n * width], area.drafts_bytes[: 4 * n * draft_width]
-        data = wire.encode(wire.Step(seq, step, slot, width, sampled_bytes, draft_width, drafts_bytes))
+        message = wire.Step(
+            seq, step, slot, width, sampled_bytes, draft_width, drafts_bytes, logprobs_width, logprobs_bytes
+        )  # fmt: skip
+        data = wire.encode(message)
         self._deliver(seq, data)
         self._seq = seq
         self._journal.add_step(seq, data, batch)
 
-    def _send_step(self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None) -> None:
+    def _send_step(
+        self, step: int, batch: Batch, n: int, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Any
+    ) -> None:
         # A forward pass has emptied the caches: each function that is called here costs a microsecond.
         if not self._sends_by_ring:
-            self._send_by_zmq(step, batch, n, sampled, drafts)
+            self._send_by_zmq(step, batch, n, sampled, drafts, logprobs)
             return
         if self._supervisor.is_down:
             self._check_alive()
-        draft_width = 0
+        draft_width = logprobs_width = 0
         if drafts is not None:
             self._next_seq()  # raises where nothing may be written
             target = self._ring.draft_token_ids[step % self._num_ring_slots]
             draft_width = stage_ids(drafts, n, self.config.num_spec_tokens, target)
+        if logprobs is not None:
+            sampled = check_ids("sampled_token_ids", sampled, n, self._max_width)  # they say how many ids a row has
+            area = self._logprobs_areas[step % len(self._logprobs_areas)]
+            num_ids = sampled.shape[1] if sampled.ndim == 2 else 1
+            logprobs_width, _ = area.put(logprobs, batch, num_ids, self._max_logprobs_width)
         if not self._slots.is_known(batch):  # nothing is sent for ids that will be refused
             check_ids("sampled_token_ids", sampled, n, self._max_width)
             self._known_slot(batch)
         seq = self._next_seq()
         try:
-            filled = self._ring.fill(sampled, n, step, seq, batch.slot, draft_width)
+            filled = self._ring.fill(sampled, n, step, seq, batch.slot, draft_width, logprobs_width)
         except TypeError:
             raise NotAsTheyAre from None
         if filled == 0:

@@ -83,8 +83,9 @@ class StepHistogram(_Buckets):
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What a book has done. `submitted_tokens == committed_tokens + sum(dropped_tokens.values())`, always: nothing
-    vanishes. `dropped_tokens` by reason, `finished_requests` by `FinishReason`. `messages` were sent; `num_restarts`:
-    how often another sidecar took the book over.
+    vanishes. `dropped_tokens` by reason, `finished_requests` by `FinishReason`. `nan_logprobs` and `missing_logprobs`
+    count outputs: with a NaN among their logprobs, and without some that their request wants. `messages` were sent;
+    `num_restarts`: how often another sidecar took the book over.
 
     Of each step: `submit_us`, the call in the runner; `queue_us`, from that call to the start of apply; `apply_us`, the
     bookkeeper's work, outputs aside; `read_us`, from publishing it to the first look at its frame (steps whose frame
@@ -103,6 +104,8 @@ class Stats:
     committed_tokens: int
     dropped_tokens: dict[str, int]
     invalid_draft_tokens: int
+    nan_logprobs: int
+    missing_logprobs: int
     outputs_dropped_requests: int
     messages: int
     replayed_messages: int
@@ -170,6 +173,8 @@ def make_stats(counters: np.ndarray, **known: Any) -> Stats:
         committed_tokens=int(counters[Counter.COMMITTED_TOKENS]),
         dropped_tokens=dropped_tokens(counters),
         invalid_draft_tokens=int(counters[Counter.INVALID_DRAFT_TOKENS]),
+        nan_logprobs=int(counters[Counter.NAN_LOGPROBS]),
+        missing_logprobs=int(counters[Counter.MISSING_LOGPROBS]),
         outputs_dropped_requests=int(counters[Counter.OUTPUTS_DROPPED_REQUESTS]),
         replayed_messages=int(counters[Counter.REPLAYED_MESSAGES]),
         stale_messages=int(counters[Counter.STALE_MESSAGES]),

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncbook.ipc.layout import FinishReason
+from asyncbook.output_logprobs import TokenLogprobs
 from asyncbook.outputs import StepOutputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestOutput:
     """What is new of one request since the last piece. `text` is None in a book without a tokenizer; `stop_reason` is
-    the id or the string that stopped it. `step`: the last step that is in it."""
+    the id or the string that stopped it. `logprobs`: for each id, those that the request asked for;
+    `cumulative_logprob`: of all ids so far; both None without. `step`: the last step that is in it."""
 
     request_id: str
     step: int
@@ -23,6 +25,8 @@ class RequestOutput:
     text: str | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -56,6 +60,8 @@ class RequestStream:
             "".join(texts) if last.text is not None else None,
             last.finish_reason,
             last.stop_reason,
+            None if last.logprobs is None else [one for piece in pieces for one in piece.logprobs or []],
+            last.cumulative_logprob,
         )
 
 
@@ -98,8 +104,17 @@ class Streams:
         others = np.setdiff1d(np.arange(len(step_outputs)), claimed).tolist()
         deltas = list(step_outputs)
         for i in claimed:
-            request_id, token_ids, finish_reason, stop_reason, text = deltas[i]
-            piece = RequestOutput(request_id, step_outputs.step, token_ids, text, finish_reason, stop_reason)
+            delta = deltas[i]
+            piece = RequestOutput(
+                delta.request_id,
+                step_outputs.step,
+                delta.token_ids,
+                delta.text,
+                delta.finish_reason,
+                delta.stop_reason,
+                delta.logprobs,
+                delta.cumulative_logprob,
+            )
             stream = self._streams.get(keys[i])
             if stream is None:  # an id that came a second time within one delivery
                 others.append(i)

@@ -129,7 +129,7 @@ class BroadcastReader:
         self._reserved_word = SharedWord(words, Word.BROADCAST_RESERVED)
         self._written_word = SharedWord(words, Word.BROADCAST_WRITTEN)
         self._epoch_word = SharedWord(words, Word.BROADCAST_EPOCH)
-        self._ring = LogRing(layout.broadcast_log, memory)
+        self._ring = LogRing(layout.broadcast_log, memory, layout.has_logprobs)
         self.position, self.epoch = position, epoch
 
     @property

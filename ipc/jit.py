@@ -19,9 +19,14 @@ import numba
 from numba.core import config
 
 KERNEL_SOURCES = {
-    "asyncbook.ipc": ("columns.py", "jit.py", "layout.py", "publish.py", "staging.py", "wire.py", "words.py"),
-    "asyncbook.worker": ("kernels.py", "life.py", "rules.py", "scatter_kernels.py", "text_kernels.py", "warm.py"),
-}
+    "asyncbook.ipc": (
+        "columns.py", "jit.py", "layout.py", "logprob_staging.py", "logprobs.py", "publish.py", "staging.py", "wire.py",
+        "words.py",
+    ),
+    "asyncbook.worker": (
+        "kernels.py", "life.py", "logprob_kernels.py", "rules.py", "scatter_kernels.py", "text_kernels.py", "warm.py",
+    ),
+}  # fmt: skip
 
 
 def _source_digest() -> str:

@@ -12,14 +12,15 @@
                +-------------------------------------------------------------+
                | RUNNER      hot words, one a cache line                     |          written by the runner
                | submissions, histograms                                     |
-               | sample ring: headers, ids int32, drafts int32; a slot for   |          (ids by its device, too)
-               |             each step in flight                             |
+               | sample ring: headers, ids int32, drafts int32, logprobs; a  |          (ids by its device, too)
+               |             slot for each step in flight                    |
                +-------------------------------------------------------------+
                | frames      num_frames slots; in each, one after the other, |          written by the bookkeeper
                |             the columns: int32 x 8, uint32, uint8           |
                +-------------------------------------------------------------+
                | token_ids      int32 [max_num_reqs, max_model_len]          |          sparse; bookkeeper
                | is_token_ids   bool  [max_num_reqs, max_model_len]          |          sparse; bookkeeper
+               | logprobs       an entry an output, see `ipc/logprobs.py`     |          sparse; bookkeeper
                | overflow       outputs that had to go before they were read |          sparse; bookkeeper
                | broadcast      outputs once more, for other processes       |          sparse; bookkeeper
                +-------------------------------------------------------------+
@@ -82,6 +83,8 @@ MAX_ROWS = 1 << 20
 MAX_POSITIONS = 1 << 28
 MAX_IN_FLIGHT = 64
 MAX_SPEC_TOKENS = 256
+MAX_LOGPROBS = 1024
+NO_LOGPROBS = -1  # max_logprobs of a book without logprobs
 
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1
@@ -98,6 +101,7 @@ __all__ = [
     "LINE_BYTES",
     "MAGIC",
     "MAX_IN_FLIGHT",
+    "MAX_LOGPROBS",
     "MAX_MESSAGES_BETWEEN_CHECKPOINTS",
     "MAX_POSITIONS",
     "MAX_ROWS",
@@ -105,6 +109,7 @@ __all__ = [
     "MAX_SUBSCRIBERS",
     "MIN_OUTPUTS_LOG_BYTES",
     "NAMES_RECORD",
+    "NO_LOGPROBS",
     "NO_WAKE",
     "NUM_CHECKPOINTS",
     "NUM_HISTOGRAM_BUCKETS",
@@ -172,12 +177,14 @@ class Layout:
     max_model_len: int
     num_spec_tokens: int
     max_in_flight: int
+    max_logprobs: int = NO_LOGPROBS
 
     def __post_init__(self) -> None:
         assert 1 <= self.max_num_reqs <= MAX_ROWS
         assert 1 <= self.max_model_len <= MAX_POSITIONS
         assert 0 <= self.num_spec_tokens <= MAX_SPEC_TOKENS
         assert 1 <= self.max_in_flight <= MAX_IN_FLIGHT
+        assert NO_LOGPROBS <= self.max_logprobs <= MAX_LOGPROBS
 
     @property
     def num_frames(self) -> int:
@@ -187,6 +194,16 @@ class Layout:
     @property
     def num_counters(self) -> int:
         return Counter.ACCEPTED_PER_POS + self.num_spec_tokens
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether requests may ask for logprobs."""
+        return self.max_logprobs != NO_LOGPROBS
+
+    @property
+    def entry_size(self) -> int:
+        """int32 values of the largest entry of logprobs (`ipc/logprobs.py`); 0 in a book without."""
+        return 1 + 2 * (1 + self.max_logprobs) if self.has_logprobs else 0
 
     @property
     def padded_rows(self) -> int:
@@ -227,8 +244,10 @@ class Layout:
 
     @property
     def max_record_lines(self) -> int:
-        """Lines of a record with every row's ids of one step."""
+        """Lines of a record with every row's ids of one step, and their logprobs."""
         num_values = 1 + self.max_num_reqs * (4 + 1 + self.num_spec_tokens)
+        if self.has_logprobs:
+            num_values += 1 + self.max_num_reqs * (4 + (1 + self.num_spec_tokens) * self.entry_size)
         return 1 + -(-4 * num_values // LINE_BYTES)
 
     @property
@@ -324,8 +343,15 @@ class Layout:
         return _region("ring_draft_token_ids", self.ring_token_ids.end, (self.num_ring_slots, num_ids), np.int32)
 
     @property
+    def ring_logprobs(self) -> Region:
+        """int32 [num_ring_slots, values]: the entries of the step's ids from the start of the slot, see
+        `ipc/logprobs.py`."""
+        size = _round_up(self.max_num_reqs * (1 + self.num_spec_tokens) * self.entry_size, LINE_BYTES // 4)
+        return _region("ring_logprobs", self.ring_draft_token_ids.end, (self.num_ring_slots, size), np.int32)
+
+    @property
     def runner_end(self) -> int:
-        return _round_up(self.ring_draft_token_ids.end, PAGE_BYTES)
+        return _round_up(self.ring_logprobs.end, PAGE_BYTES)
 
     # Frames
     @property
@@ -365,9 +391,16 @@ class Layout:
         return _region("is_token_ids", offset, (self.max_num_reqs, padded_len), np.bool_)
 
     @property
+    def logprobs(self) -> Region:
+        """int32 [max_num_reqs, values and padding]: in each row an entry for each of its outputs, one after the other,
+        of the size that the row's request asks for (`ipc/logprobs.py`); no values in a book without logprobs."""
+        size = _round_up(self.max_model_len * self.entry_size, LINE_BYTES // 4)
+        return _region("logprobs", _round_up(self.is_token_ids.end, PAGE_BYTES), (self.max_num_reqs, size), np.int32)
+
+    @property
     def overflow_log(self) -> Region:
         """int64 [lines, WORDS_PER_LINE]: what cannot wait in a row because the row is given away. Sparse."""
-        offset = _round_up(self.is_token_ids.end, PAGE_BYTES)
+        offset = _round_up(self.logprobs.end, PAGE_BYTES)
         return _region("overflow_log", offset, (OVERFLOW_LOG_BYTES // LINE_BYTES, WORDS_PER_LINE), np.int64)
 
     @property
@@ -385,7 +418,7 @@ class Layout:
 
 def layout_hash() -> str:
     """16 hex digits that change when a name, an index, an offset, a shape or a dtype above changes."""
-    sample = Layout(max_num_reqs=7, max_model_len=33, num_spec_tokens=3, max_in_flight=2)
+    sample = Layout(max_num_reqs=7, max_model_len=33, num_spec_tokens=3, max_in_flight=2, max_logprobs=5)
     regions = [value for value in (getattr(sample, name) for name in dir(sample)) if isinstance(value, Region)]
     checkpoint = [sample.checkpoint_header(1), sample.checkpoint_counters(1), sample.checkpoint_work(1)]
     parts = [repr([sample.frame_int32(1), sample.frame_uint8(1), *checkpoint, *regions])]
@@ -398,7 +431,7 @@ def layout_hash() -> str:
 
 
 # What the drawing promises.
-_SMALL = Layout(max_num_reqs=3, max_model_len=5, num_spec_tokens=2, max_in_flight=1)
+_SMALL = Layout(max_num_reqs=3, max_model_len=5, num_spec_tokens=2, max_in_flight=1, max_logprobs=2)
 assert len(Owner) * 8 <= PAGE_BYTES
 assert all(word % WORDS_PER_LINE == 0 for word in (*Word, *RunnerWord, SlotWord.ARRIVED))
 assert max(SlotWord) < 2 * WORDS_PER_LINE
@@ -407,6 +440,7 @@ assert NUM_HISTOGRAM_BUCKETS % WORDS_PER_LINE == 0
 assert _SMALL.frame_bytes % LINE_BYTES == 0
 assert _SMALL.runner_offset % PAGE_BYTES == 0 == _SMALL.frames_offset % PAGE_BYTES
 assert _SMALL.table_offset % PAGE_BYTES == 0 == _SMALL.is_token_ids.offset % PAGE_BYTES
+assert _SMALL.logprobs.offset % PAGE_BYTES == 0
 assert [column.value for column in Column] == list(range(NUM_INT32_COLUMNS))
 assert [counter.value for counter in Counter] == list(range(len(Counter)))
 assert [field.value for field in Field] == list(range(len(Field)))

@@ -23,20 +23,21 @@ from asyncbook.ipc.broadcast import BroadcastWriter
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.errors import OutputsLost
 from asyncbook.ipc.layout import PADDING_RECORD, DropWord, Layout, RecordWord, Region, RunnerWord, Word
-from asyncbook.ipc.log_ring import INT32_PER_LINE, LogRing, Record, lines_of, record_lines
+from asyncbook.ipc.log_ring import INT32_PER_LINE, NUM_HEADER_WORDS, LogRing, Record, header_of, lines_of, record_lines
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import give_back
 
-_NUM_HEADER_WORDS = len(RecordWord)
 
 
 class LogWriter:
     """The bookkeeper's side of one log."""
 
-    def __init__(self, region: Region, memory: memoryview, written: OwnWord, read: SharedWord) -> None:
+    def __init__(
+        self, region: Region, memory: memoryview, written: OwnWord, read: SharedWord, has_logprobs: bool
+    ) -> None:
         self._region, self._memory = region, memory
-        self._ring = LogRing(region, memory)
+        self._ring = LogRing(region, memory, has_logprobs)
         self._written_word, self._read_word = written, read
         self.written = written.load_acquire()
         self._given_back_at = 0
@@ -76,13 +77,13 @@ class LogWriter:
         return self._ring.block(self.written, size)
 
     def publish(self, number: int, step: int, columns: OutputColumns) -> np.ndarray:
-        """The record of columns that are in `block` already; their text is put behind them. Returns its lines."""
-        size, text_size = columns.block.size, columns.text_size
+        """The record of columns that are in `block` already, and the section of their logprobs behind them; their text
+        is put there. Returns its lines."""
         if columns.texts is not None:
-            columns.texts.write(self._ring.block(self.written, size + text_size)[size:])
-        num_lines = lines_of(size + text_size)
+            columns.texts.write(self._ring.block(self.written, columns.record_size)[columns.text_start :])
+        num_lines = lines_of(columns.record_size)
         lines = self._ring.lines(self.written, num_lines)
-        lines[0, :_NUM_HEADER_WORDS] = number, num_lines, step, columns.n, size, text_size
+        lines[0, :NUM_HEADER_WORDS] = header_of(number, step, columns)
         self.written += num_lines
         # Header and columns are written; with this store, and not before, the reader looks at them.
         self._written_word.store_release(self.written)
@@ -127,12 +128,14 @@ class OutputsLogWriter:
             memory,
             OwnWord(words, Word.OUTPUTS_WRITTEN),
             SharedWord(runner_words, RunnerWord.OUTPUTS_READ),
+            layout.has_logprobs,
         )
         self.overflow = LogWriter(
             layout.overflow_log,
             memory,
             OwnWord(words, Word.OVERFLOW_WRITTEN),
             SharedWord(runner_words, RunnerWord.OVERFLOW_READ),
+            layout.has_logprobs,
         )
         self.broadcast = BroadcastWriter(layout, memory)
         self.min_lines = layout.max_record_lines
@@ -222,7 +225,7 @@ class OutputsLogReader:
         words = layout.words.view(memory)
         runner_words = layout.runner_words.view(runner_part, layout.runner_offset)
         regions = (layout.outputs_log, layout.overflow_log)
-        self._rings = [LogRing(region, memory) for region in regions]
+        self._rings = [LogRing(region, memory, layout.has_logprobs) for region in regions]
         self._written = [SharedWord(words, Word.OUTPUTS_WRITTEN), SharedWord(words, Word.OVERFLOW_WRITTEN)]
         self._read = [
             OwnWord(runner_words, RunnerWord.OUTPUTS_READ),

@@ -13,7 +13,7 @@ import numpy as np
 from asyncbook.ipc.layout import Layout, SlotWord, Word
 from asyncbook.ipc.publish import Word as SharedWord
 
-_MESSAGE_SEQ, _DRAFT_WIDTH = int(SlotWord.MESSAGE_SEQ), int(SlotWord.DRAFT_WIDTH)
+_MESSAGE_SEQ, _LOGPROBS_WIDTH = int(SlotWord.MESSAGE_SEQ), int(SlotWord.LOGPROBS_WIDTH)
 
 
 class SampleRingWriter:
@@ -29,13 +29,17 @@ class SampleRingWriter:
         headers = list(layout.ring_headers.view(runner_part, base))
         self.token_ids = token_ids = list(layout.ring_token_ids.view(runner_part, base))
         self.draft_token_ids = list(layout.ring_draft_token_ids.view(runner_part, base))
+        self.logprobs = list(layout.ring_logprobs.view(runner_part, base))
         # The arrays keep their memory alive for the addresses beside them.
         self._slots = [(ids, header, header.ctypes.data) for ids, header in zip(token_ids, headers, strict=True)]
         self._words = words
         self._is_sleeping_address = words[Word.IS_SLEEPING :].ctypes.data
 
-    def fill(self, ids: np.ndarray, num_rows: int, step: int, seq: int, batch_slot: int, draft_width: int) -> int:
-        """Publishes a step whose drafts are already in `draft_token_ids` of its slot.
+    def fill(
+        self, ids: np.ndarray, num_rows: int, step: int, seq: int, batch_slot: int, draft_width: int,
+        logprobs_width: int,
+    ) -> int:  # fmt: skip
+        """Publishes a step whose drafts and logprobs are already in `draft_token_ids` and `logprobs` of its slot.
 
         `ids` int32 or int64, C-contiguous and writable, [num_rows] or [num_rows, width]; another type is a TypeError.
         Returns the width, 0 for a wrong shape with nothing published, -1 where the bookkeeper sleeps and needs a
@@ -44,7 +48,7 @@ class SampleRingWriter:
         target, header, address = self._slots[step % len(self._slots)]
         return self._fill_slot(  # type: ignore[no-any-return]
             ids, num_rows, self._max_width, target, header, address, self._is_sleeping_address, step, seq, batch_slot,
-            draft_width,
+            draft_width, logprobs_width,
         )  # fmt: skip
 
     def describe(self, step: int, seq: int, batch_slot: int, width: int, draft_width: int) -> bool:
@@ -67,6 +71,7 @@ class SampleRingReader:
         self._headers = list(headers)
         self._token_ids = list(layout.ring_token_ids.view(memory))
         self._draft_token_ids = list(layout.ring_draft_token_ids.view(memory))
+        self._logprobs = list(layout.ring_logprobs.view(memory))
         self._described = [SharedWord(header, SlotWord.DESCRIBED) for header in headers]
         self._arrived = [SharedWord(header, SlotWord.ARRIVED) for header in headers]
         self._num_slots = layout.num_ring_slots
@@ -83,9 +88,11 @@ class SampleRingReader:
         """Where a submitted step stands in the order of messages."""
         return int(self._headers[step % self._num_slots][_MESSAGE_SEQ])
 
-    def read(self, step: int) -> tuple[int, int, np.ndarray, int, np.ndarray, int]:
-        """(seq, batch slot, ids, width, drafts, draft width) of an arrived step. The arrays are the slot's own memory,
-        row after row, good until the step is published as applied."""
+    def read(self, step: int) -> tuple[int, int, np.ndarray, int, np.ndarray, int, np.ndarray, int]:
+        """(seq, batch slot, ids, width, drafts, draft width, logprobs, their width) of an arrived step. The arrays are
+        the slot's own memory, row after row, good until the step is published as applied."""
         slot = step % self._num_slots
-        seq, batch_slot, width, draft_width = self._headers[slot][_MESSAGE_SEQ : _DRAFT_WIDTH + 1].tolist()
-        return seq, batch_slot, self._token_ids[slot], width, self._draft_token_ids[slot], draft_width
+        words = self._headers[slot][_MESSAGE_SEQ : _LOGPROBS_WIDTH + 1].tolist()
+        seq, batch_slot, width, draft_width, logprobs_width = words
+        drafts, logprobs = self._draft_token_ids[slot], self._logprobs[slot]
+        return seq, batch_slot, self._token_ids[slot], width, drafts, draft_width, logprobs, logprobs_width

@@ -128,6 +128,7 @@ class Segment:
         owner[Owner.MAX_MODEL_LEN] = layout.max_model_len
         owner[Owner.NUM_SPEC_TOKENS] = layout.num_spec_tokens
         owner[Owner.MAX_IN_FLIGHT] = layout.max_in_flight
+        owner[Owner.MAX_LOGPROBS] = layout.max_logprobs
         owner[Owner.TOTAL_BYTES] = layout.total_bytes
         owner[Owner.OWNER_PID] = os.getpid()
         owner[Owner.BOOK_NO] = secrets.randbits(63)
@@ -147,7 +148,7 @@ class Segment:
             raise LayoutMismatch(f"the segment starts with {owner[Owner.MAGIC]:#x}, expected {MAGIC:#x}")
         if owner[Owner.LAYOUT_VERSION] != LAYOUT_VERSION:
             raise LayoutMismatch(f"the segment has layout {owner[Owner.LAYOUT_VERSION]}, expected {LAYOUT_VERSION}")
-        sizes = owner[Owner.MAX_NUM_REQS : Owner.MAX_IN_FLIGHT + 1]
+        sizes = owner[Owner.MAX_NUM_REQS : Owner.MAX_LOGPROBS + 1]
         try:
             layout = Layout(*sizes)
         except AssertionError:

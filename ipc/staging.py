@@ -15,6 +15,7 @@ from asyncbook.ipc.publish import fence, load_acquire, store_release
 _DESCRIBED, _ARRIVED = int(SlotWord.DESCRIBED), int(SlotWord.ARRIVED)
 _MESSAGE_SEQ, _BATCH_SLOT = int(SlotWord.MESSAGE_SEQ), int(SlotWord.BATCH_SLOT)
 _WIDTH, _DRAFT_WIDTH = int(SlotWord.WIDTH), int(SlotWord.DRAFT_WIDTH)
+_LOGPROBS_WIDTH = int(SlotWord.LOGPROBS_WIDTH)
 _WORD_BYTES = 8
 
 _INT = types.int64
@@ -36,12 +37,14 @@ def _copy(ids, num_rows, max_width, target):
 
 
 @rule
-def _describe(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width):
+def _describe(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width,
+              logprobs_width):  # fmt: skip
     """The second half of a step in the ring. Returns -1 where the bookkeeper sleeps, else the width."""
     header[_MESSAGE_SEQ] = seq
     header[_BATCH_SLOT] = batch_slot
     header[_WIDTH] = width
     header[_DRAFT_WIDTH] = draft_width
+    header[_LOGPROBS_WIDTH] = logprobs_width
     store_release(header_address + _WORD_BYTES * _DESCRIBED, step)
     # The step is stored, then the sleeper is looked for; the bookkeeper says that it sleeps, then looks for a step.
     # With a fence between the two on both sides, at least one of them sees the other: no step is slept over.
@@ -55,20 +58,23 @@ def stage(ids, num_rows, max_width, target):
     return _copy(ids, num_rows, max_width, target)
 
 
-@kernel(*((ids, _INT, _INT, _TARGET, types.int64[::1], _INT, _INT, _INT, _INT, _INT, _INT) for ids in _IDS))
+@kernel(*((ids, _INT, _INT, _TARGET, types.int64[::1], *(_INT,) * 7) for ids in _IDS))
 def fill_slot(ids, num_rows, max_width, target, header, header_address, is_sleeping_address, step, seq, batch_slot,
-              draft_width):  # fmt: skip
+              draft_width, logprobs_width):  # fmt: skip
     """Fills a slot of the sample ring and publishes it. Returns -1 where the bookkeeper sleeps, else the width,
-    `WRONG_SHAPE` with nothing published. The drafts are in the slot already."""
+    `WRONG_SHAPE` with nothing published. The drafts and logprobs are in the slot already."""
     width = _copy(ids, num_rows, max_width, target)
     if width == WRONG_SHAPE:
         return WRONG_SHAPE
     # The bookkeeper reads the ids once it has seen ARRIVED, which this thread stores after them.
     store_release(header_address + _WORD_BYTES * _ARRIVED, step)
-    return _describe(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width)
+    return _describe(
+        header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width, logprobs_width
+    )
 
 
 @kernel((types.int64[::1], _INT, _INT, _INT, _INT, _INT, _INT, _INT))
 def describe_slot(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width):
-    """Publishes a step whose ids a device brings, now or later, and after them ARRIVED. Returns as `fill_slot`."""
-    return _describe(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width)
+    """Publishes a step whose ids a device brings, now or later, and after them ARRIVED. It has no logprobs. Returns as
+    `fill_slot`."""
+    return _describe(header, header_address, is_sleeping_address, step, seq, batch_slot, width, draft_width, 0)

@@ -25,6 +25,8 @@ MAX_STOP_BYTES = 1 << 14  # of all stop strings of a request, as UTF-8
 MAX_REQUEST_ID_BYTES = 1 << 16
 NUM_BATCH_SLOTS = 32  # batches the book remembers; the runner describes an older one again
 
+NO_BYTES = memoryview(b"")
+
 
 class Command(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     """Runner to sidecar. `seq` counts from 1."""
@@ -51,6 +53,7 @@ class Admit(Command, tag=1):
     stop: list[str] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logprobs_width: int = 0  # the sampled id's and the top k; 0: none
 
     @property
     def stop_ids(self) -> list[int]:
@@ -59,14 +62,16 @@ class Admit(Command, tag=1):
 
 
 class DescribeBatch(Command, tag=2):
-    """What a batch slot holds from now on: int32 [4, n] bytes in the order of `BatchField`."""
+    """What a batch slot holds from now on: int32 [5, n] bytes in the order of `BatchField`."""
 
     slot: int
     fields: memoryview
 
 
 class Step(Command, tag=3):
-    """What one step sampled for the batch in `slot`: int32, `width` ids a row, `draft_width` drafts (0: none given)."""
+    """What one step sampled for the batch in `slot`: int32, `width` ids a row, `draft_width` drafts (0: none given).
+    `logprobs`: int32 entries as in `ipc/logprobs.py`, `width` of them for each row of the batch that wants logprobs, of
+    at most `logprobs_width` (0: none given)."""
 
     step: int
     slot: int
@@ -74,6 +79,8 @@ class Step(Command, tag=3):
     sampled_token_ids: memoryview
     draft_width: int
     draft_token_ids: memoryview
+    logprobs_width: int = 0
+    logprobs: memoryview = NO_BYTES
 
 
 class Abort(Command, tag=4):
@@ -139,13 +146,14 @@ class Restore(Command, tag=11):
 
 
 class BatchField:
-    """Rows of a batch's int32 [4, n]. `GENERATION` is uint32 in the same bytes."""
+    """Rows of a batch's int32 [5, n]. `GENERATION` is uint32 in the same bytes."""
 
     ROW = 0
     GENERATION = 1
     NUM_SCHEDULED_TOKENS = 2  # DEFAULT_SCHEDULED: all tokens of the row not computed yet, and its drafts
     NUM_DRAFT_TOKENS = 3
-    COUNT = 4
+    LOGPROBS_WIDTH = 4  # that the row's request wants, as in its `Admit`
+    COUNT = 5
 
 
 DEFAULT_SCHEDULED = -1
@@ -280,7 +288,7 @@ def max_command_bytes(layout: Layout) -> int:
     stops = 9 * MAX_STOP_IDS + 6 * MAX_STOP_BYTES  # 5 at most stand in front of a string, which has a byte or more
     admission = MAX_REQUEST_ID_BYTES + 5 * layout.max_model_len + stops
     batch = 4 * BatchField.COUNT * n
-    step = 4 * n * (1 + 2 * layout.num_spec_tokens)
+    step = 4 * n * (1 + 2 * layout.num_spec_tokens + (1 + layout.num_spec_tokens) * layout.entry_size)
     # As many stop ids as all rows may have are more than any message should bring: a book of a few rows with many.
     restore = NUM_BATCH_SLOTS * (batch + 64) + min(n * (stops + MAX_REQUEST_ID_BYTES), 1 << 30) + 64 * n
     return max(admission, batch, step, restore) + 4096
@@ -298,7 +306,6 @@ def schema_hash() -> str:
     return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()
 
 
-_NO_BYTES = memoryview(b"")
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[AnyCommand] = msgspec.msgpack.Decoder(AnyCommand)
 _event_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
@@ -350,4 +357,4 @@ def decode_setup(data: memoryview | bytes) -> Setup:
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """The bytes of a C-contiguous array, read-only, without a copy."""
-    return array.data.cast("B").toreadonly() if array.size else _NO_BYTES
+    return array.data.cast("B").toreadonly() if array.size else NO_BYTES

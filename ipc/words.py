@@ -32,9 +32,10 @@ class Owner(IntEnum):
     MAX_MODEL_LEN = 3
     NUM_SPEC_TOKENS = 4
     MAX_IN_FLIGHT = 5
-    TOTAL_BYTES = 6
-    OWNER_PID = 7
-    BOOK_NO = 8  # drawn at random: tells the book from whatever else a descriptor's number may stand for later
+    MAX_LOGPROBS = 6
+    TOTAL_BYTES = 7
+    OWNER_PID = 8
+    BOOK_NO = 9  # drawn at random: tells the book from whatever else a descriptor's number may stand for later
 
 
 class Word(IntEnum):
@@ -79,6 +80,7 @@ class SlotWord(IntEnum):
     BATCH_SLOT = 2
     WIDTH = 3  # ids a row
     DRAFT_WIDTH = 4  # drafts a row; 0: none were given
+    LOGPROBS_WIDTH = 5  # logprobs an id, as far as its row wants them; 0: none were given
     ARRIVED = (
         WORDS_PER_LINE  # the step whose ids and drafts are in the slot; written by whoever brought them, after them
     )
@@ -143,6 +145,8 @@ class Field(IntEnum):
     IS_TOUCHED = len(Column) + 11  # on the list of rows that changed since the last frame
     IS_PENDING = len(Column) + 12  # on the list of rows with something to deliver
     IS_DIRTY = len(Column) + 13  # how many of the next checkpoints must take the row anew
+    LOGPROBS_WIDTH = len(Column) + 14  # logprobs kept an output: the sampled id's and the top k; 0: none
+    NUM_WITH_LOGPROBS = len(Column) + 15  # outputs whose logprobs are in the table, or that came before the row
 
 
 class CheckpointWord(IntEnum):
@@ -175,7 +179,8 @@ class RecordWord(IntEnum):
     STEP = 2  # the last step that is in it
     NUM_REQUESTS = 3  # PADDING: there is nothing, the next record starts at the log's beginning
     BLOCK_SIZE = 4  # int32 values behind the header, as in `ipc/columns.py`
-    TEXT_SIZE = 5  # int32 values of text behind those; 0 in a book without a tokenizer
+    LOGPROBS_SIZE = 5  # int32 values behind those, as in `ipc/logprobs.py`; 0: no request of it wants logprobs
+    TEXT_SIZE = 6  # int32 values of text behind those; 0 in a book without a tokenizer
 
 
 PADDING_RECORD = -1
@@ -220,7 +225,9 @@ class Counter(IntEnum):
     ACCEPTED_TOKENS = 21
     EMITTED_TOKENS = 22
     OUTPUTS_DROPPED_REQUESTS = 23  # requests whose undelivered outputs did not fit the declared bound
-    ACCEPTED_PER_POS = 24  # first of num_spec_tokens counters, one a position
+    NAN_LOGPROBS = 24  # outputs with a NaN among the logprobs kept for them
+    MISSING_LOGPROBS = 25  # outputs that came without logprobs which their request wants, in whole or in part
+    ACCEPTED_PER_POS = 26  # first of num_spec_tokens counters, one a position
 
 
 class RowCounter(IntEnum):

@@ -141,13 +141,14 @@ def step(
     ids: Any,
     *,
     drafts: Any = None,
+    logprobs: Any = None,
     scheduled: Sequence[int] | None = None,
     d: Sequence[int] | None = None,
 ) -> int:
     """One step, submitted and applied; its number. `scheduled` and `d` describe a batch that is given as rows."""
     if not isinstance(batch, Batch):
         batch = book.batch(batch, num_scheduled_tokens=scheduled, num_draft_tokens=d)
-    number = book.submit(batch, ids_of(ids), draft_token_ids=ids_of(drafts))
+    number = book.submit(batch, ids_of(ids), logprobs=logprobs, draft_token_ids=ids_of(drafts))
     book.wait_applied(number, TIMEOUT_S)
     return number
 
@@ -231,7 +232,7 @@ def delivered(book: Book) -> dict[str, Delivered]:
     """What came since the last look, by request. A request may not go on, or end again, after its end."""
     requests: dict[str, Delivered] = {}
     for outputs in book.poll_outputs():
-        for request_id, token_ids, finish_reason, stop_reason, _ in outputs:
+        for request_id, token_ids, finish_reason, stop_reason, *_ in outputs:
             request = requests.setdefault(request_id, Delivered([]))
             assert request.finish_reason is FinishReason.NONE, f"{request_id} goes on after its end"
             request.token_ids += token_ids.tolist()
@@ -255,8 +256,8 @@ def flat(stats: Stats) -> dict[str, int]:
             name: getattr(stats, name)
             for name in (
                 "admitted_requests", "released_requests", "submitted_tokens", "committed_tokens",
-                "invalid_draft_tokens", "outputs_dropped_requests", "replayed_messages", "stale_messages",
-                "bad_messages",
+                "invalid_draft_tokens", "nan_logprobs", "missing_logprobs", "outputs_dropped_requests",
+                "replayed_messages", "stale_messages", "bad_messages",
             )
         },
     }  # fmt: skip

@@ -25,7 +25,7 @@ from asyncbook.worker.duty import DutyCycle
 from asyncbook.worker.idle import Idle
 from asyncbook.worker.life import State
 
-LAYOUT = Layout(max_num_reqs=4, max_model_len=24, num_spec_tokens=3, max_in_flight=2)
+LAYOUT = Layout(max_num_reqs=4, max_model_len=24, num_spec_tokens=3, max_in_flight=2, max_logprobs=2)
 VOCAB_SIZE = 50
 NO_BYTES = memoryview(b"")
 NUMBERS = [0, 1, -1, 2, 3, 4, 5, 24, 25, 49, 50, 255, 2**15, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 2**32, 2**63 - 1,
@@ -246,6 +246,7 @@ class Traffic:
             [pick.randrange(VOCAB_SIZE) for _ in range(pick.choice([0, 1, 3]))],
             [pick.randrange(VOCAB_SIZE) for _ in range(pick.choice([0, 1, 6]))],
             pick.choice([True, False]),
+            logprobs_width=pick.choice([0, 0, 1, 2, 3]),
         )
 
     def _row(self) -> tuple[int, int]:
@@ -257,7 +258,10 @@ class Traffic:
         rows = pick.sample(range(LAYOUT.max_num_reqs), pick.randint(0, LAYOUT.max_num_reqs))
         drafts = [pick.randint(0, LAYOUT.num_spec_tokens) for _ in rows]
         scheduled = [pick.choice([-1, d + 1, max(d, 1), d + pick.randint(1, 20)]) for d in drafts]
-        fields = np.array([rows, ledger.generation[rows].astype(np.int32), scheduled, drafts], np.int32)
+        # Mostly what the rows' requests want, as a right runner says it.
+        wanted = ledger.work[Field.LOGPROBS_WIDTH, rows].tolist()
+        widths = [width if pick.random() < 0.8 else pick.randint(0, 1 + LAYOUT.max_logprobs) for width in wanted]
+        fields = np.array([rows, ledger.generation[rows].astype(np.int32), scheduled, drafts, widths], np.int32)
         return wire.DescribeBatch(seq, pick.randrange(3), wire.as_bytes(fields))
 
     def _step(self, seq: int) -> wire.AnyCommand:
@@ -269,7 +273,11 @@ class Traffic:
         sampled = np.array([pick.choice([*range(VOCAB_SIZE), -1, -1, -7, 2**31 - 1]) for _ in range(n * width)])
         drafts = np.array([pick.choice([*range(VOCAB_SIZE), -1, -1, 99]) for _ in range(n * draft_width)])
         ids = (wire.as_bytes(array.astype(np.int32)) for array in (sampled, drafts))
-        return wire.Step(seq, ledger.step + 1, slot, width, next(ids), draft_width, next(ids))
+        given = pick.randint(0, 1 + LAYOUT.max_logprobs)
+        widths = [] if batch is None else batch[wire.BatchField.LOGPROBS_WIDTH].tolist()
+        size = width * sum(1 + 2 * min(wanted, given) for wanted in widths if wanted and given)
+        entries = memoryview(pick.randbytes(4 * size))
+        return wire.Step(seq, ledger.step + 1, slot, width, next(ids), draft_width, next(ids), given, entries)
 
     def _row_message(self, seq: int) -> wire.AnyCommand:
         pick = self._random

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 NO_REASON = -1
+NAN_BITS = 0x7FC00000
 LEAST_INT32, MOST_INT32 = -(2**31), 2**31 - 1
 DROP_REASONS = ("stale", "finished", "preempted", "partial_prefill", "overscheduled", "invalid", "after_finish")
 COLUMNS: dict[str, type[np.generic]] = {
@@ -111,6 +112,23 @@ class ReferenceBatch:
     num_draft_tokens: tuple[int, ...] | None
 
 
+class Entry(NamedTuple):
+    """The logprobs of one id: its rank, then the ids, itself in front, and the bits of their float32 as int32."""
+
+    rank: int
+    token_ids: tuple[int, ...]
+    bits: tuple[int, ...]
+
+
+class RequestLogprobs(NamedTuple):
+    """What a delivery has for one request. `cumulative` as text, so that NaN is like NaN."""
+
+    k: int
+    entries: list[Entry]
+    cumulative: str
+    has_nan: bool
+
+
 @dataclass(frozen=True)
 class ReferenceOutputs:
     """One delivery; the four lists are parallel, `stop_reasons` as in the column (-1 for none)."""
@@ -120,6 +138,7 @@ class ReferenceOutputs:
     token_ids: list[list[int]]
     finish_reasons: list[int]
     stop_reasons: list[int]
+    logprobs: list[RequestLogprobs | None] = field(default_factory=list)  # empty in a book without
 
 
 @dataclass
@@ -163,6 +182,9 @@ class RowState:
     request_id: str = ""
     params: Any = DEFAULT_PARAMS
     undelivered: list[int] = field(default_factory=list)
+    entries: list[Entry | None] = field(default_factory=list)  # an output each, None for those that came before the row
+    undelivered_entries: list[Entry] = field(default_factory=list)
+    cumulative: float = 0.0
     finish_delivered: bool = False
     stats: ReferenceSpecStats = field(default_factory=lambda: ReferenceSpecStats([]))
 
@@ -186,6 +208,16 @@ def as_rows(samples: Any) -> list[list[int]]:
     return [[row] if isinstance(row, int) else list(row) for row in rows]
 
 
+def value_of(bits: int) -> float:
+    """The float32 of these bits."""
+    return float(np.array(bits, np.int32).view(np.float32))
+
+
+def is_nan(entry: Entry) -> bool:
+    """Whether one of its logprobs came as NaN; one that is missing did not come."""
+    return any(token_id != -1 and np.isnan(value_of(bits)) for token_id, bits in zip(*entry[1:], strict=True))
+
+
 def refuse_if(wrong: bool, name: str, message: str) -> None:
     """The client's refusals."""
     if wrong:
@@ -196,18 +228,20 @@ class ReferenceBook:
     """docs/ledger.md, one call at a time. Keeps as many frames as the contract lets a reader hold."""
 
     def __init__(self, *, max_num_reqs: int, max_model_len: int, vocab_size: int, num_spec_tokens: int = 0,
-                 max_in_flight: int = 2) -> None:  # fmt: skip
+                 max_in_flight: int = 2, max_logprobs: int | None = None) -> None:  # fmt: skip
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.num_spec_tokens = num_spec_tokens
         self.num_frames = max_in_flight + 2
+        self.max_logprobs = max_logprobs
         self.step = 0
         self.dropped = dict.fromkeys(DROP_REASONS, 0)
         self.finished = dict.fromkeys(Finish, 0)
         self.num_admitted = self.num_released = 0
         self.num_submitted_tokens = self.num_committed_tokens = 0
         self.num_invalid_draft_tokens = 0
+        self.num_nan_logprobs = self.num_missing_logprobs = 0
         self._rows = [self._free_row(0) for _ in range(max_num_reqs)]
         self._live: dict[str, int] = {}  # request_id -> index, while the id is taken
         self._stats = ReferenceSpecStats([0] * num_spec_tokens)
@@ -252,6 +286,18 @@ class ReferenceBook:
         """The table `is_token_ids` of this moment."""
         return np.array([row.is_token_ids for row in self._rows], dtype=np.bool_)
 
+    def logprobs_table(self, row_size: int) -> npt.NDArray[np.int32]:
+        """The table of entries of this moment, int32 [max_num_reqs, row_size]."""
+        table = np.zeros((self.max_num_reqs, row_size), np.int32)
+        for index, row in enumerate(self._rows):
+            k = getattr(row.params, "logprobs", None)
+            size = 0 if k is None else 1 + 2 * (1 + k)
+            for output, entry in enumerate(row.entries):
+                if entry is not None:
+                    values = [entry.rank, *entry.token_ids, *entry.bits]
+                    table[index, output * size : (output + 1) * size] = values
+        return table
+
     def admit(self, request_id: str, prompt_token_ids: Sequence[int], params: Any = DEFAULT_PARAMS, *,
               output_token_ids: Sequence[int] = (), num_computed_tokens: int = 0,
               prompt_is_token_ids: Sequence[bool] | None = None) -> Row:  # fmt: skip
@@ -279,6 +325,7 @@ class ReferenceBook:
         row.stop_reason = NO_REASON
         row.request_id = request_id
         row.params = params
+        row.entries = [None] * len(outputs)
         row.stats = ReferenceSpecStats([0] * self.num_spec_tokens)
         self._live[request_id] = index
         self.num_admitted += 1
@@ -296,6 +343,8 @@ class ReferenceBook:
         total = len(prompt) + len(outputs)
         refuse_if(limit is not None and limit < 1, "InvalidRequest", f"max_tokens {limit}")
         refuse_if(params.min_tokens < 0, "InvalidRequest", f"min_tokens {params.min_tokens}")
+        k, most = getattr(params, "logprobs", None), self.max_logprobs
+        refuse_if(k is not None and (most is None or not 0 <= k <= most), "InvalidRequest", f"logprobs {k}")
         for token_id in prompt + outputs:
             refuse_if(not self._is_token(token_id), "InvalidToken", f"{token_id}")
         refuse_if(not prompt, "InvalidRequest", "an empty prompt")
@@ -329,12 +378,14 @@ class ReferenceBook:
                 refuse_if(not max(1, d) <= count <= MOST_INT32, "InvalidBatch", f"{count} scheduled with {d} drafts")
         return ReferenceBatch(tuple(handles), scheduled, drafts)
 
-    def submit(self, batch: ReferenceBatch, sampled_token_ids: Any, *, draft_token_ids: Any = None) -> int:
+    def submit(self, batch: ReferenceBatch, sampled_token_ids: Any, *, logprobs: Any = None,
+               draft_token_ids: Any = None) -> int:  # fmt: skip
         """A whole step: every row's drafts go, then the rows of the batch in order, then the frame and the outputs."""
         sampled = self._check_ids(batch, sampled_token_ids, 1 + self.num_spec_tokens)
         drafts: Sequence[list[int] | None] = [None] * len(batch.rows)
         if draft_token_ids is not None:
             drafts = self._check_ids(batch, draft_token_ids, self.num_spec_tokens)
+        given = None if logprobs is None else self._check_logprobs(np.shape(sampled_token_ids), logprobs)
         self.step += 1
         for row in self._rows:
             self._drop_drafts(row)
@@ -342,7 +393,7 @@ class ReferenceBook:
         for i, handle in enumerate(batch.rows):
             scheduled = None if batch.num_scheduled_tokens is None else batch.num_scheduled_tokens[i]
             d = 0 if batch.num_draft_tokens is None else batch.num_draft_tokens[i]
-            self._step_row(handle, scheduled, d, verified_ids(sampled[i]), drafts[i])
+            self._step_row(handle, scheduled, d, verified_ids(sampled[i]), drafts[i], given[i] if given else [])
         self._frames[self.step] = self._take_frame()
         self._frames.pop(self.step - self.num_frames, None)
         self._deliver([self._rows[handle.index] for handle in batch.rows])
@@ -357,6 +408,24 @@ class ReferenceBook:
         refuse_if(max([*widths, *map(len, rows)]) > most or 0 in widths, "InvalidBatch", f"not 1 to {most} ids a row")
         return rows
 
+    def _check_logprobs(self, shape: tuple[int, ...], logprobs: Any) -> list[list[Entry]]:
+        """For each row an entry for each of its ids. `shape` of the ids, [n] or [n, w]."""
+        refuse_if(self.max_logprobs is None, "InvalidBatch", "logprobs for a book without")
+        token_ids, values, ranks = logprobs
+        shapes = [shape, (shape[0], 1), (shape[0],)] if len(shape) == 1 or shape[1] == 1 else [shape]
+        good = ranks.shape in shapes and token_ids.shape[:-1] in shapes and values.shape[:-1] in shapes
+        given = token_ids.shape[-1]
+        good = good and values.shape[-1] == given and 1 <= given <= 1 + (self.max_logprobs or 0)
+        good = good and values.dtype == np.float32 and {token_ids.dtype.kind, ranks.dtype.kind} == {"i"}
+        refuse_if(not good, "InvalidBatch", f"logprobs of shapes {[array.shape for array in logprobs]}")
+        n, w = shape if len(shape) == 2 else (*shape, 1)
+        bits = np.ascontiguousarray(values).view(np.int32).reshape(n, w, given).tolist()
+        ids, ranks_of = token_ids.reshape(n, w, given).tolist(), ranks.reshape(n, w).tolist()
+        return [
+            [Entry(ranks_of[i][j], tuple(ids[i][j]), tuple(bits[i][j])) for j in range(w)]
+            for i in range(n)
+        ]  # fmt: skip
+
     def _drop_drafts(self, row: RowState) -> None:
         """Both tables are zero past `num_tokens_no_spec`, and `num_tokens` says so."""
         for position in range(row.num_tokens_no_spec, row.num_tokens):
@@ -364,8 +433,8 @@ class ReferenceBook:
             row.is_token_ids[position] = False
         row.num_tokens = row.num_tokens_no_spec
 
-    def _step_row(self, handle: Row, scheduled: int | None, d: int, ids: list[int],
-                  new_drafts: list[int] | None) -> None:  # fmt: skip
+    def _step_row(self, handle: Row, scheduled: int | None, d: int, ids: list[int], new_drafts: list[int] | None,
+                  given: list[Entry]) -> None:  # fmt: skip
         """Rules 1 to 5 for one row of the step; `ids` are the v."""
         row = self._rows[handle.index]
         v = len(ids)
@@ -393,6 +462,8 @@ class ReferenceBook:
             return
         # Rule 3, with "v = 0"
         m = self._take_ids(row, ids)
+        for index, token_id in enumerate(ids[:m]):
+            self._keep_logprobs(row, token_id, given[index] if given else None)
         self._set_computed(row, max(0, computed + scheduled - (d + 1 - m)), preempted)
         # Rule 4
         if d > 0 and v > 0:
@@ -440,6 +511,22 @@ class ReferenceBook:
             self._finish(row, Finish.STOP, token_id)
         elif long_enough or row.num_tokens_no_spec >= self.max_model_len:
             self._finish(row, Finish.LENGTH, NO_REASON)
+
+    def _keep_logprobs(self, row: RowState, token_id: int, given: Entry | None) -> None:
+        """Logprobs: as many as the request asks for of what came for this id, the rest is missing."""
+        k = getattr(row.params, "logprobs", None)
+        if k is None:
+            return
+        if given is None or given.token_ids[0] != token_id:
+            given = Entry(0, (), ())
+        token_ids, bits = given.token_ids[: 1 + k], given.bits[: 1 + k]
+        num_missing = 1 + k - len(token_ids)
+        entry = Entry(given.rank, token_ids + (-1,) * num_missing, bits + (NAN_BITS,) * num_missing)
+        self.num_missing_logprobs += num_missing > 0
+        self.num_nan_logprobs += is_nan(entry)
+        row.entries.append(entry)
+        row.undelivered_entries.append(entry)
+        row.cumulative += value_of(entry.bits[0])
 
     def _finish(self, row: RowState, reason: Finish, stop_reason: int) -> None:
         """The request ends."""
@@ -551,10 +638,20 @@ class ReferenceBook:
             news.token_ids.append(row.undelivered)
             news.finish_reasons.append(int(row.finish_reason))
             news.stop_reasons.append(row.stop_reason)
-            row.undelivered = []
+            if self.max_logprobs is not None:
+                news.logprobs.append(self._logprobs_of(row))
+            row.undelivered, row.undelivered_entries = [], []
             row.finish_delivered = ends_now
         if news.request_ids:
             self._queue.append(news)
+
+    def _logprobs_of(self, row: RowState) -> RequestLogprobs | None:
+        """What a delivery has for a row; `cumulative` includes what it delivers."""
+        k = getattr(row.params, "logprobs", None)
+        if k is None:
+            return None
+        entries = row.undelivered_entries
+        return RequestLogprobs(k, entries, repr(row.cumulative), any(map(is_nan, entries)))
 
     def poll_outputs(self) -> list[ReferenceOutputs]:
         """The deliveries since the last poll, one a step and one for each end that needed no step."""

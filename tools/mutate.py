@@ -27,6 +27,8 @@ TESTS = (
     "tests/property/test_slow_reader.py",
     "tests/property/test_lagging_runner.py",
     "tests/cases",
+    "tests/unit/test_contract_logprobs.py",
+    "tests/process/test_logprobs_restart.py",
     "tests/property/test_book_machine.py::test_short_random_calls",
 )
 TIMEOUT_S = 900  # a fault may make a test wait for ever
@@ -45,6 +47,8 @@ class Fault:
 
 
 RULES, KERNELS, LEDGER, OUTBOX = "worker/rules.py", "worker/kernels.py", "worker/ledger.py", "worker/outbox.py"
+LOGPROBS, LOGPROB_KERNELS = "worker/logprobs.py", "worker/logprob_kernels.py"
+LOGPROB_STAGING, CHECKPOINT = "ipc/logprob_staging.py", "worker/checkpoint.py"
 ROWS, BATCH, STAGING, WIRE = "asyncbook/rows.py", "asyncbook/batch.py", "ipc/staging.py", "ipc/wire.py"
 
 FAULTS = (
@@ -267,6 +271,41 @@ FAULTS = (
     ),
     Fault("ids too wide", STAGING, "0 < width <= max_width", "0 < width <= max_width + 1"),
     Fault("wide id wraps", STAGING, "flat[i] if INT32_MIN <= flat[i] <= INT32_MAX else INT32_MIN", "flat[i]"),
+    # Logprobs
+    Fault("a row gets what the batch has", LOGPROB_STAGING, "width = min(widths[i], given)", "width = given"),
+    Fault("logprobs of another id", LOGPROB_KERNELS, "given[at + 1] != token_id", "given[at + 1] < -1"),
+    Fault(
+        "a dropped row's logprobs are the next row's",
+        LOGPROB_KERNELS,
+        "\n        at += num_ids * size\n",
+        "\n            at += num_ids * size\n",
+    ),
+    Fault("NaN is not counted", LOGPROB_KERNELS, "[NAN_LOGPROBS] += has_nan", "[NAN_LOGPROBS] += 0 * has_nan"),
+    Fault(
+        "missing ones are not counted", LOGPROB_KERNELS, "[MISSING_LOGPROBS] += kept < width", "[MISSING_LOGPROBS] += 0"
+    ),
+    Fault(
+        "infinity is NaN", LOGPROB_KERNELS, "& MAGNITUDE_BITS) > INFINITY_BITS", "& MAGNITUDE_BITS) >= INFINITY_BITS"
+    ),
+    Fault("what is missing is NaN", LOGPROB_KERNELS, " and table[row, start + j] != MISSING_ID", ""),
+    Fault(
+        "the sum is the last one",
+        LOGPROB_KERNELS,
+        "cumulative[row] += table_values[row, start",
+        "cumulative[row] = table_values[row, start",
+    ),
+    Fault(
+        "earlier outputs have logprobs to come",
+        LEDGER,
+        "message.logprobs_width, outputs.size",
+        "message.logprobs_width, 0",
+    ),
+    Fault("logprobs stay in a released row", LOGPROBS, "self.table[row, :size] = 0", "self.table[row, :0] = 0"),
+    Fault("the sum stays in a released row", LOGPROBS, "        self.cumulative[row] = 0.0\n", ""),
+    Fault("the sum dies with the sidecar", CHECKPOINT, "self._ledger.logprobs.derive_cumulative()", "pass"),
+    Fault(
+        "the ring has no logprobs", STAGING, "header[_LOGPROBS_WIDTH] = logprobs_width", "header[_LOGPROBS_WIDTH] = 0"
+    ),
 )
 
 

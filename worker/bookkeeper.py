@@ -15,6 +15,7 @@ from asyncbook.ipc.outputs_log import OutputsLogWriter
 from asyncbook.ipc.publish import OwnWord
 from asyncbook.worker.checkpoint import Checkpoints
 from asyncbook.worker.ledger import Ledger, Outcome, Tables
+from asyncbook.worker.logprobs import NO_ENTRIES
 from asyncbook.worker.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -78,11 +79,15 @@ class Bookkeeper:
         return outcome
 
     def apply_step(
-        self, seq: int, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int
-    ) -> None:
+        self, seq: int, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int,
+        entries: np.ndarray = NO_ENTRIES, logprobs_width: int = 0,
+    ) -> None:  # fmt: skip
         """`apply` for a step whose ids are in memory; see `Ledger.apply_step`."""
         start_ns = monotonic_ns()
-        if self.ledger.apply_step(seq, step, slot, sampled, width, drafts, draft_width) is _STEP:
+        outcome = self.ledger.apply_step(
+            seq, step, slot, sampled, width, drafts, draft_width, entries, logprobs_width
+        )  # fmt: skip
+        if outcome is _STEP:
             self._publish(start_ns)
 
     def _publish(self, start_ns: int) -> None:

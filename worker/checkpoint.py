@@ -9,6 +9,8 @@ messages again. Why that gives what an undisturbed ledger would have given:
 * The table is not copied. Whatever was written into it after the checkpoint is written again, with the same values,
   when the same messages are applied again; until then nobody reads it, because it lies behind the committed length of
   the checkpoint, or in a row that was free in it, or was released since.
+* Sums of logprobs are added up again, from the entries of what was delivered and in their order, so every bit is the
+  same. A row whose entries were zeroed after the checkpoint gets a wrong one, and has nothing left to deliver with it.
 * What a released row still had to deliver is not read from the table a second time: it was in an outputs log before the
   row was cleared, or was dropped, and that was noted. No step lies between the checkpoint and anything that was
   delivered after it, so records behind the checkpoint's position hold ids that the checkpoint knows, and ends that will
@@ -106,6 +108,8 @@ class Checkpoints:
             self._count_dropped(request_no, rows_by_request)
         num_dropped = int(ledger.tables.counters[Counter.OUTPUTS_DROPPED_REQUESTS]) + len(dropped)
         ledger.outbox.num_dropped_requests = ledger.tables.counters[Counter.OUTPUTS_DROPPED_REQUESTS] = num_dropped
+        if ledger.logprobs is not None:
+            ledger.logprobs.derive_cumulative()  # of what is delivered, which is known by now
 
     def _restore(self, slot: int) -> None:
         ledger = self._ledger

@@ -49,6 +49,11 @@ def check_stop_ids(stop_ids: list[int]) -> None:
         check_range("a stop id", max(stop_ids), 0, INT32_MAX)
 
 
+def check_logprobs_width(value: int, layout: Layout) -> None:
+    """Raises `BadMessage` for more logprobs an id than the book has."""
+    check_range("logprobs an id", value, 0, 1 + layout.max_logprobs)
+
+
 def checked_admission(
     message: wire.Admit, layout: Layout, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -63,6 +68,7 @@ def checked_admission(
     check_range("num_computed_tokens", message.num_computed_tokens, 0, num_tokens)
     check_range("max_tokens", message.max_tokens, outputs.size + 1, INT32_MAX)
     check_range("min_tokens", message.min_tokens, 0, INT32_MAX)
+    check_logprobs_width(message.logprobs_width, layout)
     check_stop_ids(message.stop_ids)
     return prompt, outputs, _mask(message.is_token_ids, prompt.size)
 
@@ -79,6 +85,9 @@ def checked_batch(slot: int, fields: memoryview, layout: Layout) -> np.ndarray:
     rows, drafts, scheduled = (
         batch[field] for field in (BatchField.ROW, BatchField.NUM_DRAFT_TOKENS, BatchField.NUM_SCHEDULED_TOKENS)
     )
+    widths = batch[BatchField.LOGPROBS_WIDTH]
+    check_logprobs_width(int(widths.min()), layout)
+    check_logprobs_width(int(widths.max()), layout)
     for name, values, most in (("row", rows, layout.max_num_reqs - 1), ("drafts", drafts, layout.num_spec_tokens)):
         check_range(f"{name} in a batch", int(values.min()), 0, most)
         check_range(f"{name} in a batch", int(values.max()), 0, most)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from asyncbook.ipc.log_ring import lines_of
+from asyncbook.ipc.log_ring import lines_of, put_behind_columns
 from asyncbook.ipc.outputs_log import OutputsLogWriter
 from asyncbook.worker.outbox import Departed, Outbox
 
@@ -68,10 +68,10 @@ class LogDelivery:
     def _write_departed(self, departed: Departed, outbox: Outbox, step: int) -> None:
         """Now or never: nobody keeps it."""
         columns = departed.columns()
-        size = columns.block.size + columns.text_size
+        size = columns.record_size
         for log in (self._log.outputs, self._log.overflow):
             if log.room(lines_of(size)) >= size:
-                log.block(columns.block.size)[:] = columns.block
+                put_behind_columns(log.block(size), columns)
                 self._log.publish(log, step, columns)
                 return
         if self._cut_off(step):

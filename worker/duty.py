@@ -189,8 +189,10 @@ class DutyCycle:
             self._arrivals.missing()
             return False
         self._arrivals.arrived()
-        seq, batch_slot, sampled, width, drafts, draft_width = self._ring.read(step)
-        self._bookkeeper.apply_step(seq, step, batch_slot, sampled, width, drafts, draft_width)
+        seq, batch_slot, sampled, width, drafts, draft_width, entries, logprobs_width = self._ring.read(step)
+        self._bookkeeper.apply_step(
+            seq, step, batch_slot, sampled, width, drafts, draft_width, entries, logprobs_width
+        )  # fmt: skip
         self._after_step()
         return True
 

@@ -17,9 +17,11 @@ from asyncbook.ipc.errors import BadMessage
 from asyncbook.ipc.layout import NUM_CHECKPOINTS, UINT32_MAX, Counter, Field, FinishReason, Layout
 from asyncbook.ipc.publish import fence
 from asyncbook.ipc.segment import give_back
+from asyncbook.ipc.wire import BatchField
 from asyncbook.worker import kernels, rules
-from asyncbook.worker.checks import check_range, check_stop_ids, checked_admission, checked_batch
+from asyncbook.worker.checks import check_logprobs_width, check_range, check_stop_ids, checked_admission, checked_batch
 from asyncbook.worker.life import TRANSITIONS, Effect, LifeEvent, State
+from asyncbook.worker.logprobs import NO_ENTRIES, LogprobTable
 from asyncbook.worker.outbox import Outbox
 from asyncbook.worker.row_texts import RowTexts
 
@@ -46,7 +48,7 @@ class Tables:
 
     def __init__(self, layout: Layout, memory: memoryview) -> None:
         self.layout = layout
-        self._memory = memory
+        self.memory = memory
         self.token_ids = layout.token_ids.view(memory)
         self.is_token_ids = layout.is_token_ids.view(memory)
         self.counters = layout.counters.view(memory)
@@ -61,7 +63,7 @@ class Tables:
             return
         for region in (self.layout.token_ids, self.layout.is_token_ids):
             row_bytes = region.shape[1] * region.dtype.itemsize
-            give_back(self._memory, region.offset + row * row_bytes, num_tokens * region.dtype.itemsize)
+            give_back(self.memory, region.offset + row * row_bytes, num_tokens * region.dtype.itemsize)
 
 
 class Ledger:
@@ -83,13 +85,15 @@ class Ledger:
         # Frames start zeroed, as the columns do: nothing has changed in any of them.
         self.history_lengths = np.zeros(layout.num_frames, np.int64)
         self.texts = None if text_rows is None else RowTexts(text_rows, self.work, tables.token_ids)
-        self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths, self.texts)
+        self.logprobs = LogprobTable(layout, tables.memory, self.work, tables.counters) if layout.has_logprobs else None
+        self.outbox = Outbox(self.work, tables.token_ids, self.lists, self.lengths, self.texts, self.logprobs)
         self._no_stop_strings = np.full(num_rows, -1, np.int32)
         # Called before a row is cleared: what departed from it must be safe by then.
         self.before_clearing: Callable[[], object] = lambda: None
         self._takes_drafts = np.zeros(num_rows, np.bool_)
         self._sampled = np.zeros(num_rows * (1 + layout.num_spec_tokens), np.int32)
         self._drafts = np.zeros(num_rows * layout.num_spec_tokens, np.int32)
+        self._entries = np.zeros(num_rows * (1 + layout.num_spec_tokens) * layout.entry_size, np.int32)
         self._batches: list[np.ndarray | None] = [None] * wire.NUM_BATCH_SLOTS
         self._handlers: dict[type[wire.Command], Callable[..., Outcome]] = {
             wire.Step: self._step,
@@ -115,12 +119,14 @@ class Ledger:
         return outcome
 
     def apply_step(
-        self, seq: int, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int
-    ) -> Outcome:
-        """`apply` for a step whose ids are in memory: int32, `width` and `draft_width` a row, row after row."""
+        self, seq: int, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int,
+        entries: np.ndarray = NO_ENTRIES, logprobs_width: int = 0,
+    ) -> Outcome:  # fmt: skip
+        """`apply` for a step whose ids are in memory: int32, `width` and `draft_width` a row, row after row; `entries`
+        of logprobs as in `wire.Step`."""
         if not self._is_next(seq):
             return Outcome.REPLAYED
-        self._apply_step(step, slot, sampled, width, drafts, draft_width)
+        self._apply_step(step, slot, sampled, width, drafts, draft_width, entries, logprobs_width)
         self.applied_seq = seq
         return _STEP
 
@@ -149,8 +155,22 @@ class Ledger:
         num_rows = self.num_batch_rows(message.slot)
         self._unpack(message.sampled_token_ids, num_rows * message.width, self._sampled)
         self._unpack(message.draft_token_ids, num_rows * message.draft_width, self._drafts)
-        self._apply_step(message.step, message.slot, self._sampled, message.width, self._drafts, message.draft_width)
+        entries_size = self._entries_size(message)
+        self._unpack(message.logprobs, entries_size, self._entries)
+        self._apply_step(
+            message.step, message.slot, self._sampled, message.width, self._drafts, message.draft_width, self._entries,
+            message.logprobs_width,
+        )  # fmt: skip
         return _STEP
+
+    def _entries_size(self, message: wire.Step) -> int:
+        """int32 values of the logprobs that a step must have come with."""
+        check_logprobs_width(message.logprobs_width, self.tables.layout)
+        batch = self._batches[message.slot]
+        if message.logprobs_width == 0 or batch is None:
+            return 0
+        widths = np.minimum(batch[BatchField.LOGPROBS_WIDTH], message.logprobs_width)
+        return message.width * int(np.count_nonzero(widths) + 2 * widths.sum())
 
     @staticmethod
     def _unpack(data: memoryview, num_ids: int, target: np.ndarray) -> None:
@@ -159,17 +179,19 @@ class Ledger:
         target[:num_ids] = np.frombuffer(data, np.int32)
 
     def _apply_step(
-        self, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int
-    ) -> None:
+        self, step: int, slot: int, sampled: np.ndarray, width: int, drafts: np.ndarray, draft_width: int,
+        entries: np.ndarray, logprobs_width: int,
+    ) -> None:  # fmt: skip
         num_rows, layout = self.num_batch_rows(slot), self.tables.layout
         if step != self.step + 1:
             raise BadMessage(f"step {step} came after step {self.step}")
         if not (0 < width <= 1 + layout.num_spec_tokens and 0 <= draft_width <= layout.num_spec_tokens):
             raise BadMessage(f"step {step} of {num_rows} rows has {width} ids and {draft_width} drafts a row")
+        check_logprobs_width(logprobs_width, layout)
         tables, frame, batch = self.tables, step % layout.num_frames, self._batches[slot]
+        assert batch is not None
         stop_strings_at = self._no_stop_strings
         if self.texts is not None:
-            assert batch is not None
             stop_strings_at = self.texts.stop_strings_at(
                 self.stop_ids, batch, sampled, width, self.vocab_size, layout.max_model_len
             )
@@ -179,6 +201,8 @@ class Ledger:
             tables.frames_int32[frame], tables.frames_uint8[frame], self.history, self.history_lengths, frame,
             self.vocab_size, layout.max_model_len,
         )  # fmt: skip
+        if self.logprobs is not None:
+            self.logprobs.store(batch, sampled, width, entries, logprobs_width)
         self.step = step
 
     # The life of a row
@@ -228,6 +252,7 @@ class Ledger:
         work[Field.NUM_COMPUTED_TOKENS, row] = message.num_computed_tokens
         work[Field.REMEMBERED_COMPUTED, row] = message.num_computed_tokens
         work[Field.NUM_OUTPUT_TOKENS, row] = work[Field.NUM_DELIVERED, row] = outputs.size
+        work[Field.LOGPROBS_WIDTH, row], work[Field.NUM_WITH_LOGPROBS, row] = message.logprobs_width, outputs.size
         work[Field.LAST_TOKEN_ID, row] = outputs[-1] if outputs.size else prompt[-1]
         work[Field.STOP_REASON, row] = -1
         work[Field.MAX_TOKENS, row] = message.max_tokens
@@ -361,6 +386,8 @@ class Ledger:
         num_tokens = int(self.work[Field.NUM_TOKENS, row])
         tables.released_generations[row] = message.generation
         fence()  # whoever reads the row's tokens in another process, and then this, knows whether they were still there
+        if self.logprobs is not None:
+            self.logprobs.clear(row, GIVE_BACK_BYTES)
         kernels.clear_row(
             self.work, tables.token_ids, tables.is_token_ids, tables.row_counters, self.lists, self.lengths, row
         )

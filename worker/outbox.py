@@ -2,8 +2,8 @@
 take them, so a slow reader gets bigger pieces, and what waits for it is bounded by the book.
 
 Only the last piece of a request that was aborted, or whose row was released, does not wait in the row. It is kept here,
-at most `MAX_DEPARTED_TOKEN_IDS` ids and `MAX_DEPARTED_REQUESTS` requests; beyond that the oldest are dropped whole and
-counted. (A sidecar does not keep them: they go to the overflow log at once.)
+at most `MAX_DEPARTED_TOKEN_IDS` ids, logprobs counted as such, and `MAX_DEPARTED_REQUESTS` requests; beyond that the
+oldest are dropped whole and counted. (A sidecar does not keep them: they go to the overflow log at once.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 
 from asyncbook.ipc.columns import OutputColumns, Texts, block_size
 from asyncbook.ipc.layout import NUM_CHECKPOINTS, Field
+from asyncbook.ipc.logprobs import LogprobColumns
 from asyncbook.worker import kernels, rules
+from asyncbook.worker.logprobs import LogprobTable
 from asyncbook.worker.row_texts import RowTexts
 
 MAX_DEPARTED_TOKEN_IDS = 1 << 24
@@ -32,6 +34,12 @@ class Departed(NamedTuple):
     finish_reason: int
     stop_reason: int
     texts: Texts | None
+    logprobs: LogprobColumns | None
+
+    @property
+    def size(self) -> int:
+        """Ids, and int32 values of logprobs."""
+        return self.token_ids.size + (0 if self.logprobs is None else self.logprobs.size)
 
     def columns(self) -> OutputColumns:
         """A delivery of this alone."""
@@ -42,6 +50,7 @@ class Departed(NamedTuple):
             np.array([self.token_ids.size]),
             self.token_ids,
             self.texts,
+            self.logprobs,
         )
 
 
@@ -55,9 +64,10 @@ class Outbox:
         lists: np.ndarray,
         lengths: np.ndarray,
         texts: RowTexts | None = None,
+        logprobs: LogprobTable | None = None,
     ) -> None:
         self._work, self._token_ids, self._lists, self._lengths = work, token_ids, lists, lengths
-        self._texts = texts
+        self._texts, self._logprobs = texts, logprobs
         self._departed: deque[Departed] = deque()
         self._num_departed_token_ids = 0
         self.num_dropped_requests = 0
@@ -77,8 +87,10 @@ class Outbox:
     def take_all(self) -> OutputColumns:
         """All that is to be delivered, departed requests first. It counts as delivered from here on."""
         num_pending = int(self._lengths[rules.PENDING])
-        num_token_ids = kernels.count_pending_ids(self._work, self._lists, self._lengths)
-        size = block_size(num_pending, num_token_ids)
+        if self._logprobs is None:
+            size = block_size(num_pending, kernels.count_pending_ids(self._work, self._lists, self._lengths))
+        else:
+            size = self._logprobs.size_of_all(self._lists[rules.PENDING], num_pending)
         columns = self._take_rows(np.empty(size, np.int32), num_pending)
         if not self._departed:
             return columns
@@ -89,7 +101,8 @@ class Outbox:
 
     def take_pending(self, block: np.ndarray) -> OutputColumns:
         """What rows have to deliver, as much as there is room for: the block of the columns is the beginning of
-        `block`, and their text has room behind it. No rows where the text of one alone is too much."""
+        `block`, the section of their logprobs lies behind it, and their text has room behind that. No rows where the
+        text of one alone is too much."""
         num_pending = int(self._lengths[rules.PENDING])
         if self._texts is None:
             return self._take_rows(block, num_pending)
@@ -99,10 +112,15 @@ class Outbox:
         return self._take_rows(block[: block.size - int(sizes[num_rows - 1])] if num_rows else block[:1], num_rows)
 
     def _take_rows(self, block: np.ndarray, max_rows: int) -> OutputColumns:
-        work = self._work
+        work, whole, logprobs_size = self._work, block, 0
         rows = self._lists[rules.PENDING, :max_rows].copy() if self._texts is not None else None
+        if self._logprobs is not None:
+            ids_size, logprobs_size = self._logprobs.take(self._lists[rules.PENDING], max_rows, block)
+            block = block[:ids_size]
         n, num_token_ids = kernels.take_pending(work, self._token_ids, self._lists, self._lengths, block, max_rows)
         columns = OutputColumns(n, block[: block_size(n, num_token_ids)])
+        if self._logprobs is not None:
+            columns.logprobs = LogprobColumns.behind(whole, n, columns.block.size, num_token_ids, logprobs_size)
         if rows is not None and self._texts is not None:
             columns.texts = self._texts.take(rows[:n], columns.finish_reasons, columns.stop_reasons)
         return columns
@@ -112,7 +130,7 @@ class Outbox:
         if not self._departed:
             return None
         departed = self._departed.popleft()
-        self._num_departed_token_ids -= departed.token_ids.size
+        self._num_departed_token_ids -= departed.size
         return departed
 
     def skip_delivered_end(self, row: int) -> None:
@@ -136,13 +154,14 @@ class Outbox:
         token_ids = self._token_ids[row, first : work[Field.NUM_TOKENS_NO_SPEC, row]].copy()
         if work[_NUM_OUTPUT_TOKENS, row] - work[_NUM_DELIVERED, row] > token_ids.size:  # one is in a column only
             token_ids = np.append(token_ids, work[Field.LAST_TOKEN_ID, row])
+        logprobs = None if self._logprobs is None else self._logprobs.take_row(row)
         work[_NUM_DELIVERED, row] = work[_NUM_OUTPUT_TOKENS, row]
         finish_reasons, stop_reasons = work[Field.FINISH_REASON, row : row + 1], work[Field.STOP_REASON, row : row + 1]
         stop_reasons = stop_reasons.copy()
         texts = None
         if self._texts is not None:
             texts = self._texts.take(np.array([row], np.int32), finish_reasons, stop_reasons)
-        self._keep(Departed(request_no, token_ids, int(finish_reasons[0]), int(stop_reasons[0]), texts))
+        self._keep(Departed(request_no, token_ids, int(finish_reasons[0]), int(stop_reasons[0]), texts, logprobs))
 
     def remove(self, row: int) -> None:
         """The row has nothing to deliver any more."""
@@ -155,7 +174,7 @@ class Outbox:
 
     def _keep(self, departed: Departed) -> None:
         self._departed.append(departed)
-        self._num_departed_token_ids += departed.token_ids.size
+        self._num_departed_token_ids += departed.size
         while self._num_departed_token_ids > MAX_DEPARTED_TOKEN_IDS or len(self._departed) > MAX_DEPARTED_REQUESTS:
             self.take_departed()
             self.num_dropped_requests += 1

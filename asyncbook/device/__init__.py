@@ -7,6 +7,6 @@ tensors.
 
 from __future__ import annotations
 
-from asyncbook.device.operators import DTYPES, INDEX_DTYPES, host_array
+from asyncbook.device.operators import DTYPES, INDEX_DTYPES, host_array, host_values
 
-__all__ = ["DTYPES", "INDEX_DTYPES", "host_array"]
+__all__ = ["DTYPES", "INDEX_DTYPES", "host_array", "host_values"]

@@ -35,14 +35,24 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def host_array(name: str, tensor: Any) -> np.ndarray:
+    """The memory of a CPU tensor of ids as a numpy array, without a copy."""
+    if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+        raise InvalidBatch(f"{name} is on {tensor.device}, expected a tensor on the CPU or on a CUDA device")
+    if isinstance(tensor, torch.Tensor) and tensor.dtype not in INDEX_DTYPES:
+        raise InvalidBatch(f"{name} is {tensor.dtype}, expected torch.int32 or torch.int64")
+    return host_values(name, tensor)
+
+
+def host_values(name: str, tensor: Any) -> np.ndarray:
     """A CPU tensor's memory as a numpy array, without a copy."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidBatch(f"{name} is a {type(tensor).__name__}, expected a numpy array or a torch tensor")
     if tensor.device.type != "cpu":
-        raise InvalidBatch(f"{name} is on {tensor.device}, expected a tensor on the CPU or on a CUDA device")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise InvalidBatch(f"{name} is {tensor.dtype}, expected torch.int32 or torch.int64")
-    array: np.ndarray = tensor.detach().numpy()
+        raise NotImplementedError(f"{name} on {tensor.device}: only ids are taken from a device in this version")
+    try:
+        array: np.ndarray = tensor.detach().numpy()
+    except TypeError:
+        raise InvalidBatch(f"{name} is {tensor.dtype}, which numpy does not have") from None
     return array
 
 

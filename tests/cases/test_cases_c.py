@@ -8,6 +8,7 @@ import pytest
 
 from asyncbook import Book, FinishReason, RequestParams, SpecDecodeStats
 from tests.conftest import Delivered, MakeBook, delivered, grown, have, step, tables, tokens
+from tests.logprobs import delivered_logprobs, logprobs_of
 
 
 def since(book: Book, before: SpecDecodeStats) -> tuple[int, int, int, int, list[int]]:
@@ -151,8 +152,7 @@ def test_c5_a_stop_inside_min_tokens_is_a_token(book: Book, min_tokens: int) -> 
     assert have(book, row, finish_reason=FinishReason.STOP, stop_reason=77, num_output_tokens=kept)
 
 
-# C6 and C7, their ids: offsets are computed after discarded rows are dropped; ids behind a stop are cut.
-# (Logprobs are of a later version.)
+# C6 and C7: offsets are computed after discarded rows are dropped; ids behind a stop are cut, and their logprobs.
 
 
 @pytest.mark.parametrize(("verified", "kept"), [([10, 11, 12], [10, 11, 12]), ([10, 13, -1], [10, 13])])
@@ -179,6 +179,53 @@ def test_c7_ids_behind_a_stop_are_cut_everywhere(book: Book) -> None:
     assert outputs.offsets.tolist() == [0, 2]
     assert book.output_token_ids(row).tolist() == [5, 77]
     assert tables(book)[1][row.index].sum() == 3
+
+
+@pytest.mark.parametrize(("verified", "kept"), [([10, 11, 12], [10, 11, 12]), ([10, 13, -1], [10, 13])])
+def test_c6_logprobs_go_with_their_ids(make_book: MakeBook, verified: list[int], kept: list[int]) -> None:
+    book = make_book(max_logprobs=1)
+    discarded, several, one = (
+        book.admit(name, prompt, RequestParams(logprobs=1))
+        for name, prompt in (("r0", [1] * 9), ("r1", [2]), ("r2", [3]))
+    )
+    ids = np.array([5, 5], np.int32)
+    step(book, [several, one], ids, drafts=[[10, 11], [-1, -1]], logprobs=logprobs_of(ids, [[0, -9], [0, -9]]))
+    book.poll_outputs()
+    ids = np.array([[99, 98, 97], verified, [20, -1, -1]], np.int32)
+    values = [[[-7, -7]] * 3, [[-1, -1.5], [-2, -2.5], [-3, -3.5]], [[-4, -4.5], [-7, -7], [-7, -7]]]
+    given = logprobs_of(ids, values, ranks=[[7, 7, 7], [1, 2, 3], [4, 7, 7]])
+    step(book, [discarded, several, one], ids, scheduled=[4, 3, 1], d=[0, 2, 0], logprobs=given)
+    (outputs,) = book.poll_outputs()
+    assert outputs.request_ids == ["r1", "r2"]
+    assert outputs.token_ids.tolist() == [*kept, 20]
+    logprobs = outputs.logprobs
+    assert logprobs is not None
+    assert logprobs.num_logprobs.tolist() == [1, 1]
+    assert logprobs.ranks.tolist() == [*[1, 2, 3][: len(kept)], 4]
+    assert logprobs.values_offsets.tolist() == [0, 2 * len(kept), 2 * len(kept) + 2]
+    assert logprobs.token_ids.reshape(-1, 2)[:, 0].tolist() == [*kept, 20]
+    assert logprobs.logprobs.reshape(-1, 2).tolist() == [*values[1][: len(kept)], [-4, -4.5]]
+    assert logprobs.cumulative.tolist() == [-sum([1, 2, 3][: len(kept)]), -4]
+    assert logprobs.of(1) == [[(20, -4, 4), (21, -4.5, 1)]]
+    # What the partial prefill sampled is nowhere.
+    book.release(discarded)
+    step(book, [], [])
+    assert delivered_logprobs(book)["r0"] == ([], 0.0, False)
+
+
+def test_c7_logprobs_behind_a_stop_are_cut_with_their_ids(make_book: MakeBook) -> None:
+    book = make_book(max_logprobs=0)
+    row = book.admit("a", [1], RequestParams(eos_token_id=77, logprobs=0))
+    ids = np.array([[5, 77, 9]], np.int32)
+    step(book, [row], ids, logprobs=logprobs_of(ids, [[-0.1, -0.2, -9.0]], ranks=[[1, 2, 3]]))
+    (outputs,) = book.poll_outputs()
+    assert outputs.token_ids.tolist() == [5, 77]
+    (request,) = outputs
+    assert request.logprobs is not None
+    assert [[(token_id, rank) for token_id, _, rank in one] for one in request.logprobs] == [[(5, 1)], [(77, 2)]]
+    np.testing.assert_array_equal(outputs.logprobs.logprobs, np.array([-0.1, -0.2], np.float32))
+    assert request.cumulative_logprob == pytest.approx(-0.3)
+    assert not outputs.logprobs.has_nan.any()
 
 
 # C9: drafts exceed the room that is left.

@@ -1,13 +1,14 @@
-"""Groups E and G of the cases from the field, as far as they need neither text, nor logprobs, nor a GPU."""
+"""Groups E and G of the cases from the field, as far as they need neither text nor a GPU."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from asyncbook import Book, InvalidBatch, NotApplied
+from asyncbook import Book, InvalidBatch, Logprobs, NotApplied, RequestParams
 from tests.conftest import (
     TIMEOUT_S,
+    MakeBook,
     columns,
     delivered,
     have,
@@ -17,6 +18,96 @@ from tests.conftest import (
     step,
     tokens,
 )
+from tests.logprobs import delivered_logprobs, logprobs_of
+
+# E1: values that are no numbers. They come out as they went in, and a NaN is told.
+
+
+INFINITY, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("values", "has_nan", "cumulative"),
+    [
+        ([-INFINITY, NAN, -0.5], True, NAN),
+        ([NAN, -INFINITY, -0.5], True, NAN),
+        ([-0.5, -INFINITY, -1.0], False, -INFINITY),
+        ([-0.5, -0.25, -0.0], False, -0.75),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_e1_values_that_are_no_numbers_are_kept_and_told(
+    make_book: MakeBook, values: list[float], has_nan: bool, cumulative: float, at_once: bool
+) -> None:
+    book = make_book(max_logprobs=0)
+    before = book.stats().nan_logprobs
+    row, other = (book.admit(name, [1], RequestParams(logprobs=0)) for name in ("a", "b"))
+    ids = np.array([[5, 6, 7], [8, -1, -1]], np.int32)
+    given = logprobs_of(ids, [values, [-1.0, NAN, NAN]])
+    if at_once:
+        step(book, [row, other], ids, logprobs=given)
+    else:
+        for j in range(3):
+            one = Logprobs(*(array[:1, j].copy() for array in given))
+            step(book, [row], ids[:1, j].copy(), logprobs=one)
+        step(book, [other], ids[1:, 0].copy(), logprobs=Logprobs(*(array[1:, 0].copy() for array in given)))
+    requests = delivered_logprobs(book)
+    entries, total, told = requests["a"]
+    np.testing.assert_array_equal([one[0][1] for one in entries], np.array(values, np.float32))
+    np.testing.assert_array_equal(total, cumulative)
+    assert told is has_nan
+    assert requests["b"] == ([[(8, -1.0, 1)]], -1.0, False)
+    assert book.stats().nan_logprobs - before == sum(np.isnan(values))
+
+
+def test_e1_a_nan_among_the_top_ids_is_told_too(make_book: MakeBook) -> None:
+    book = make_book(max_logprobs=2)
+    row = book.admit("a", [1], RequestParams(logprobs=2))
+    ids = np.array([5], np.int32)
+    step(book, [row], ids, logprobs=logprobs_of(ids, [[-0.5, -INFINITY, NAN]]))
+    (outputs,) = book.poll_outputs()
+    assert outputs.logprobs is not None
+    assert outputs.logprobs.has_nan.tolist() == [True]
+    np.testing.assert_array_equal(outputs.logprobs.logprobs, np.array([-0.5, -INFINITY, NAN], np.float32))
+    assert outputs.logprobs.cumulative.tolist() == [-0.5]
+
+
+# E3: the most that anybody in the batch asks for is returned to all; a neighbour's option changes a row.
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]])
+def test_e3_each_gets_what_it_asked_for(make_book: MakeBook, order: list[int]) -> None:
+    book = make_book(max_logprobs=3)
+    asked = [1, 3, None, 0]
+    rows = [book.admit(f"r{i}", [1], RequestParams(logprobs=k)) for i, k in enumerate(asked)]
+    ids = np.array([10, 20, 30, 40], np.int32)
+    given = logprobs_of(ids, -np.arange(16.0).reshape(4, 4), ranks=[1, 2, 3, 4])
+    step(book, [rows[i] for i in order], ids[order], logprobs=Logprobs(*(array[order] for array in given)))
+    (outputs,) = book.poll_outputs()
+    requests = {request.request_id: request for request in outputs}
+    assert requests["r0"].logprobs == [[(10, -0.0, 1), (11, -1.0, 1)]]
+    assert requests["r1"].logprobs == [[(20, -4.0, 2), (21, -5.0, 1), (22, -6.0, 2), (23, -7.0, 3)]]
+    assert requests["r2"].logprobs is requests["r2"].cumulative_logprob is None
+    assert requests["r3"].logprobs == [[(40, -12.0, 4)]]
+    assert outputs.logprobs is not None
+    assert outputs.logprobs.num_logprobs.tolist() == [-1 if asked[i] is None else asked[i] for i in order]
+
+
+def test_e3_a_neighbour_changes_nothing(make_book: MakeBook) -> None:
+    book = make_book(max_logprobs=3)
+    ids = np.array([10, 20], np.int32)
+    for neighbour in (None, 0, 3):
+        rows = [
+            book.admit("a", [1], RequestParams(logprobs=1)),
+            book.admit("b", [1], RequestParams(logprobs=neighbour)),
+        ]
+        step(book, rows, ids, logprobs=logprobs_of(ids, given=4))
+        assert delivered_logprobs(book)["a"] == ([[(10, -0.5, 1), (11, -1.5, 1)]], -0.5, False)
+        for row in rows:
+            book.release(row)
+        step(book, [], [])
+        book.poll_outputs()
+
 
 # E6: a delivery without tokens counts as the first token.
 

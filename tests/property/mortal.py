@@ -30,10 +30,12 @@ from asyncbook.names import Names
 from asyncbook.place import Place
 from asyncbook.sidecar import SidecarBook
 from asyncbook.supervisor import Link
-from asyncbook.worker import bookkeeper, checkpoint, delivery, duty, ledger, outbox, subscribers
+from asyncbook.worker import bookkeeper, checkpoint, delivery, duty, ledger, logprobs, outbox, subscribers
 from asyncbook.worker.idle import SpinThenSleep
 
-MORTAL_MODULES = (bookkeeper, broadcast, checkpoint, delivery, duty, ledger, outbox, outputs_log, subscribers)
+MORTAL_MODULES = (
+    bookkeeper, broadcast, checkpoint, delivery, duty, ledger, logprobs, outbox, outputs_log, subscribers
+)  # fmt: skip
 MORTAL_FILES = {module.__file__ for module in MORTAL_MODULES}
 UNIT_BYTES = 8  # an aligned store is whole or not there
 

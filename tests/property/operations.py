@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from asyncbook import BookConfig, RequestParams, Row
+from asyncbook import BookConfig, Logprobs, RequestParams, Row
 from tests.property.compare import Refused
 from tests.property.trio import Trio, TrioBatch
 from tests.reference import RowState, State
@@ -21,15 +21,31 @@ BAD_INT32 = (-2, -5, 2**31 - 1, -(2**31))
 BAD_INT64 = (*BAD_INT32, 2**31, 2**40, -(2**31) - 1, -(2**40))
 
 CONFIGS = {
-    "many in flight": BookConfig(max_num_reqs=4, max_model_len=8, vocab_size=5, num_spec_tokens=2, max_in_flight=8),
+    "many in flight": BookConfig(
+        max_num_reqs=4, max_model_len=8, vocab_size=5, num_spec_tokens=2, max_in_flight=8, max_logprobs=2
+    ),
     "ring": BookConfig(
-        max_num_reqs=4, max_model_len=8, vocab_size=5, num_spec_tokens=2, max_in_flight=3, transport="ring"
+        max_num_reqs=4,
+        max_model_len=8,
+        vocab_size=5,
+        num_spec_tokens=2,
+        max_in_flight=3,
+        max_logprobs=3,
+        transport="ring",
     ),
     "no drafts": BookConfig(max_num_reqs=3, max_model_len=6, vocab_size=4),
     # More rows than a cache line of a column has, few of them in a step: frames are copied row by row.
-    "many rows": BookConfig(max_num_reqs=70, max_model_len=18, vocab_size=6, num_spec_tokens=3, max_in_flight=1),
+    "many rows": BookConfig(
+        max_num_reqs=70, max_model_len=18, vocab_size=6, num_spec_tokens=3, max_in_flight=1, max_logprobs=1
+    ),
     "least": BookConfig(
-        max_num_reqs=1, max_model_len=1, vocab_size=1, num_spec_tokens=1, max_in_flight=1, transport="ring"
+        max_num_reqs=1,
+        max_model_len=1,
+        vocab_size=1,
+        num_spec_tokens=1,
+        max_in_flight=1,
+        max_logprobs=0,
+        transport="ring",
     ),
 }
 
@@ -120,7 +136,15 @@ def _params(trio: Trio, choices: Choices) -> RequestParams:
         eos_token_id=pick(choices, (None, 0, some_ids(2))),
         stop_token_ids=some_ids(6) if once_in(choices, 12) else some_ids(1),
         ignore_eos=once_in(choices, 3),
+        logprobs=_num_logprobs(trio, choices),
     )
+
+
+def _num_logprobs(trio: Trio, choices: Choices) -> int | None:
+    most = trio.config.max_logprobs
+    if most is None:
+        return 0 if once_in(choices, 60) else None
+    return None if once_in(choices, 3) else choices.integer(0, most + once_in(choices, 30)) - once_in(choices, 60)
 
 
 # Steps
@@ -189,7 +213,7 @@ def _submit(trio: Trio, choices: Choices, batch: TrioBatch) -> None:
     drafts = None
     if once_in(choices, 2) and (config.num_spec_tokens or once_in(choices, 20)):
         drafts = _ids(trio, choices, len(batch.rows), max(1, config.num_spec_tokens) + once_in(choices, 60))
-    trio.submit(batch, sampled, drafts)
+    trio.submit(batch, sampled, drafts, _logprobs(trio, choices, sampled))
 
 
 def _ids(trio: Trio, choices: Choices, n: int, most_width: int) -> np.ndarray:
@@ -208,6 +232,40 @@ def _ids(trio: Trio, choices: Choices, n: int, most_width: int) -> np.ndarray:
     if width == 1 and once_in(choices, 2):
         return ids[:, 0].copy()
     return np.asfortranarray(ids) if once_in(choices, 4) else ids
+
+
+# What is in a float comes out as it went in: the sign of 0, the bits of a NaN.
+LOGPROB_BITS = (0x7FC00001, 0x7F800001, -0x400000, -0x800000, -0x80000000)
+LOGPROBS = np.concatenate(
+    [np.array(LOGPROB_BITS, np.int32).view(np.float32), np.array([0.0, -0.5, -1.25, -1e-42, -3e38, 1.5], np.float32)]
+)
+
+
+def _logprobs(trio: Trio, choices: Choices, sampled: np.ndarray) -> Logprobs | None:
+    """Mostly as many as the book holds, now and then fewer, none, of another id, or of a wrong shape or dtype."""
+    most = trio.config.max_logprobs
+    if (most is None and not once_in(choices, 60)) or once_in(choices, 8):
+        return None
+    most = 1 + (most or 0)
+    given = choices.integer(1, most + once_in(choices, 60)) if once_in(choices, 4) else most
+    random = np.random.default_rng(choices.integer(0, 1 << 20))
+    token_ids = random.integers(0, trio.config.vocab_size, (*sampled.shape, given)).astype(sampled.dtype)
+    token_ids[..., 0] = sampled
+    if once_in(choices, 8):
+        wrong = random.integers(0, 4, sampled.shape) == 0
+        token_ids[..., 0] += wrong  # of another id
+    values = random.choice(LOGPROBS, token_ids.shape) if once_in(choices, 3) else random.normal(-2, 1, token_ids.shape)
+    arrays = [token_ids, values.astype(np.float32), random.integers(1, 9, sampled.shape).astype(np.int32)]
+    if sampled.ndim == 1 and once_in(choices, 3):
+        arrays = [arrays[0][:, None], arrays[1][:, None], arrays[2][:, None]]
+    if once_in(choices, 40):
+        which = choices.integer(0, 2)
+        arrays[which] = pick(
+            choices, (arrays[which][..., None], np.zeros(arrays[which].shape, np.float64), arrays[which][1:])
+        )
+    if once_in(choices, 4):
+        arrays = [np.asfortranarray(array) for array in arrays]
+    return Logprobs(*arrays)
 
 
 # The life of a row

@@ -22,7 +22,7 @@ from tests.property.compare import plain
 from tests.property.mortal import Listener, MortalBook, small_logs
 from tests.property.operations import CONFIGS, OPERATIONS, Choices, drive, once_in
 from tests.property.test_book_machine import SHORT, BookMachine
-from tests.property.test_slow_reader import Events, add_events
+from tests.property.test_slow_reader import Events, add_events, forget_ended
 from tests.property.trio import Trio
 from tests.reference import Finish, ReferenceOutputs
 
@@ -84,9 +84,8 @@ class MortalTrio(Trio):
         assert self._came == self._expected, "sidecar outputs"
         self._listen()
         assert self._listener is None or self._heard == self._expected, "broadcast outputs"
-        self._heard.clear()
-        self._came.clear()
-        self._expected.clear()
+        for events in (self._heard, self._came, self._expected):
+            forget_ended(events)
         self._awaited.clear()
         self._num_due = 0
 
@@ -111,6 +110,9 @@ MORTAL_CONFIGS = CONFIGS | {
     "long rows": BookConfig(max_num_reqs=3, max_model_len=200, vocab_size=5, num_spec_tokens=2, max_in_flight=4),
     "long rows, ring": BookConfig(
         max_num_reqs=3, max_model_len=200, vocab_size=5, num_spec_tokens=2, max_in_flight=4, transport="ring"
+    ),
+    "long rows, logprobs": BookConfig(
+        max_num_reqs=3, max_model_len=200, vocab_size=5, num_spec_tokens=2, max_in_flight=4, max_logprobs=2
     ),
 }
 LOG_BYTES = {"tiny": (0, 1 << 16), "small": (4096, 1 << 14)}

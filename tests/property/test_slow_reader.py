@@ -14,19 +14,47 @@ from asyncbook import Book, RequestParams
 from tests.property.compare import plain
 from tests.property.operations import CONFIGS, drive
 from tests.property.trio import TIMEOUT_S, Trio
-from tests.reference import Finish, ReferenceOutputs
+from tests.reference import Entry, Finish, ReferenceOutputs, is_nan, value_of
 
-# Ids in their order, and ends as (finish reason, stop reason), by request id.
-Events = dict[str, list[int | tuple[int, int]]]
+# Ids in their order, logprobs of an id behind it, and ends as (finish reason, stop reason), by request id.
+Events = dict[str, list[int | Entry | tuple[int, int]]]
+
+
+def cumulative(events: list[int | Entry | tuple[int, int]]) -> float:
+    """Sum of the logprobs since the last end."""
+    total = 0.0
+    for event in events:
+        if isinstance(event, Entry):
+            total += value_of(event.bits[0])
+        elif isinstance(event, tuple):
+            total = 0.0
+    return total
 
 
 def add_events(events: Events, deliveries: Iterable[ReferenceOutputs]) -> None:
     """What was delivered, without who came with whom and in which piece."""
     for delivery in deliveries:
         for i, request_id in enumerate(delivery.request_ids):
-            events[request_id] += delivery.token_ids[i]
+            logprobs = delivery.logprobs[i] if delivery.logprobs else None
+            if logprobs is None:
+                events[request_id] += delivery.token_ids[i]
+            else:
+                for token_id, entry in zip(delivery.token_ids[i], logprobs.entries, strict=True):
+                    events[request_id] += [token_id, entry]
+                assert logprobs.cumulative == repr(cumulative(events[request_id]))
+                assert logprobs.has_nan == any(map(is_nan, logprobs.entries))
             if delivery.finish_reasons[i]:
                 events[request_id].append((delivery.finish_reasons[i], delivery.stop_reasons[i]))
+
+
+def forget_ended(events: Events) -> None:
+    """Keeps what came since each request's last end: sums go on from there."""
+    for request_id, came in list(events.items()):
+        ends = [index for index, event in enumerate(came) if isinstance(event, tuple) and not isinstance(event, Entry)]
+        if ends:
+            del came[: ends[-1] + 1]
+        if not came:
+            del events[request_id]
 
 
 class SlowTrio(Trio):

@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 
 import asyncbook
-from asyncbook import Batch, Book, BookConfig, Frame, FrameExpired, InFlightFull, NotApplied, RequestParams, Row
+from asyncbook import (
+    Batch,
+    Book,
+    BookConfig,
+    Frame,
+    FrameExpired,
+    InFlightFull,
+    Logprobs,
+    NotApplied,
+    RequestParams,
+    Row,
+)
 from tests.property.compare import (
     Refused,
     answer,
@@ -56,6 +67,7 @@ class Trio:
             vocab_size=config.vocab_size,
             num_spec_tokens=config.num_spec_tokens,
             max_in_flight=config.max_in_flight,
+            max_logprobs=config.max_logprobs,
         )
         self.embedded = asyncbook.open(config)
         self.sidecar: Book = self._make_sidecar(config)
@@ -137,13 +149,18 @@ class Trio:
         self.batches = [*self.batches[1 - NUM_KEPT_BATCHES :], batch]
         return batch
 
-    def submit(self, batch: TrioBatch, sampled: np.ndarray, drafts: np.ndarray | None = None) -> int | Refused:
+    def submit(
+        self, batch: TrioBatch, sampled: np.ndarray, drafts: np.ndarray | None = None, logprobs: Logprobs | None = None
+    ) -> int | Refused:
         """A step. The arrays are overwritten right behind the call, which a book must not mind."""
-        self._record("", "submit", batch, sampled, drafts)
-        expected = answer(self.reference.submit, batch.reference, sampled, draft_token_ids=drafts)
-        assert self._submit(self.embedded, batch.embedded, sampled, drafts) == expected
-        self._make_room(batch, sampled, drafts, may_be_submitted=not isinstance(expected, Refused))
-        assert self._submit(self.sidecar, batch.sidecar, sampled, drafts) == expected
+        self._record("", "submit", batch, sampled, drafts, logprobs)
+        what = sampled, drafts, logprobs
+        expected = answer(
+            self.reference.submit, batch.reference, sampled, draft_token_ids=drafts, logprobs=logprobs
+        )  # fmt: skip
+        assert self._submit(self.embedded, batch.embedded, *what) == expected
+        self._make_room(batch, *what, may_be_submitted=not isinstance(expected, Refused))
+        assert self._submit(self.sidecar, batch.sidecar, *what) == expected
         if isinstance(expected, Refused):
             self.num_refused += 1
             return expected
@@ -159,22 +176,27 @@ class Trio:
         return expected  # type: ignore[no-any-return]
 
     @staticmethod
-    def _submit(book: Book, batch: Batch, sampled: np.ndarray, drafts: np.ndarray | None) -> Any:
+    def _submit(
+        book: Book, batch: Batch, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Logprobs | None
+    ) -> Any:
         mine, my_drafts = sampled.copy("K"), None if drafts is None else drafts.copy("K")
-        result = answer(book.submit, batch, mine, draft_token_ids=my_drafts)
-        mine.fill(1)
-        if my_drafts is not None:
-            my_drafts.fill(1)
+        my_logprobs = None if logprobs is None else Logprobs(*(array.copy("K") for array in logprobs))
+        result = answer(book.submit, batch, mine, draft_token_ids=my_drafts, logprobs=my_logprobs)
+        for array in (mine, my_drafts, *(my_logprobs or ())):
+            if array is not None:
+                array.fill(1)
         return result
 
     def _make_room(
-        self, batch: TrioBatch, sampled: np.ndarray, drafts: np.ndarray | None, *, may_be_submitted: bool
-    ) -> None:
+        self, batch: TrioBatch, sampled: np.ndarray, drafts: np.ndarray | None, logprobs: Logprobs | None, *,
+        may_be_submitted: bool,
+    ) -> None:  # fmt: skip
         """A paused sidecar refuses a step too many; then it goes on."""
         if self._pace.is_full:
             if may_be_submitted:
                 messages = self.sidecar.stats().messages
-                assert self._submit(self.sidecar, batch.sidecar, sampled, drafts) == Refused(InFlightFull.__name__)
+                answered = self._submit(self.sidecar, batch.sidecar, sampled, drafts, logprobs)
+                assert answered == Refused(InFlightFull.__name__)
                 assert self.sidecar.stats().messages == messages
             self._pace.wake()
         if not self._pace.is_paused:
@@ -319,6 +341,8 @@ class Trio:
             return self._names.get(value, repr(value))
         if isinstance(value, TrioBatch):
             return value.name
+        if isinstance(value, Logprobs):
+            return f"Logprobs({', '.join(map(self._text, value))})"
         if isinstance(value, np.ndarray):
             return f"np.array({value.tolist()}, np.{value.dtype}).reshape({value.shape})"
         if isinstance(value, RequestParams):

@@ -37,8 +37,10 @@ def admission(seq: int, **other: Any) -> wire.Admit:
     return wire.Admit(seq, **fields)
 
 
-def batch(*, rows: Any = (0,), generations: Any = (1,), scheduled: Any = (-1,), drafts: Any = (0,)) -> memoryview:
-    return ids([rows, generations, scheduled, drafts])
+def batch(
+    *, rows: Any = (0,), generations: Any = (1,), scheduled: Any = (-1,), drafts: Any = (0,), widths: Any = (0,)
+) -> memoryview:
+    return ids([rows, generations, scheduled, drafts, widths])
 
 
 @pytest.fixture
@@ -76,6 +78,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     *(("num_computed_tokens", value) for value in (-1, 5, 2**31, 2**63 - 1)),
     *(("max_tokens", value) for value in (0, 1, -1, 2**31, -(2**63))),
     *(("min_tokens", value) for value in (-1, 2**31, 2**63 - 1)),
+    *(("logprobs_width", value) for value in (-1, 2 + LAYOUT.max_logprobs, 2**31, 2**63 - 1, -(2**63))),
     *((name, value) for name in ("stop_token_ids", "eos_token_ids") for value in (
         [-1], [2**31], [1, -(2**63)], [1] * (wire.MAX_STOP_IDS + 1))),
 ]  # fmt: skip
@@ -93,11 +96,13 @@ def test_an_admission_with_one_wrong_field(fuzzed: Fuzzed, name: str, value: Any
         lambda seq: wire.DescribeBatch(seq, 32, batch()),
         lambda seq: wire.DescribeBatch(seq, -1, batch()),
         lambda seq: wire.DescribeBatch(seq, 0, memoryview(b"123")),
-        lambda seq: wire.DescribeBatch(seq, 0, ids([[0] * 5] * 4)),
+        lambda seq: wire.DescribeBatch(seq, 0, ids([[0] * 5] * 5)),
         lambda seq: wire.DescribeBatch(seq, 0, batch(rows=[4])),
         lambda seq: wire.DescribeBatch(seq, 0, batch(rows=[-1])),
         lambda seq: wire.DescribeBatch(seq, 0, batch(drafts=[4])),
         lambda seq: wire.DescribeBatch(seq, 0, batch(drafts=[-1])),
+        lambda seq: wire.DescribeBatch(seq, 0, batch(widths=[-1])),
+        lambda seq: wire.DescribeBatch(seq, 0, batch(widths=[2 + LAYOUT.max_logprobs])),
         lambda seq: wire.DescribeBatch(seq, 0, batch(scheduled=[0])),
         lambda seq: wire.DescribeBatch(seq, 0, batch(scheduled=[-2])),
         lambda seq: wire.DescribeBatch(seq, 0, batch(scheduled=[1], drafts=[2])),
@@ -108,6 +113,10 @@ def test_an_admission_with_one_wrong_field(fuzzed: Fuzzed, name: str, value: Any
         lambda seq: wire.Step(seq, 2, 0, 1, ids([1]), 4, ids([1] * 4)),
         lambda seq: wire.Step(seq, 2, 0, 1, ids([1]), -1, NO_BYTES),
         lambda seq: wire.Step(seq, 2, 0, 2**62, ids([1]), 0, NO_BYTES),
+        lambda seq: wire.Step(seq, 2, 0, 1, ids([1]), 0, NO_BYTES, -1, NO_BYTES),
+        lambda seq: wire.Step(seq, 2, 0, 1, ids([1]), 0, NO_BYTES, 2**62, NO_BYTES),
+        lambda seq: wire.Step(seq, 2, 0, 1, ids([1]), 0, NO_BYTES, 2 + LAYOUT.max_logprobs, NO_BYTES),
+        lambda seq: wire.Step(seq, 2, 0, 1, ids([1]), 0, NO_BYTES, 1, ids([1, 1, 0])),  # nobody wants it
         lambda seq: wire.Step(seq, 3, 0, 1, ids([1]), 0, NO_BYTES),
         lambda seq: wire.Step(seq, 2, 1, 1, ids([1]), 0, NO_BYTES),
         lambda seq: wire.Step(seq, 2, -32, 1, ids([1]), 0, NO_BYTES),
@@ -167,6 +176,7 @@ STOP_IDS = [6, 7, 8, 9, 10, 5]
         ([(0, STOP_IDS)], [(-1, batch())]),
         ([(0, STOP_IDS)], [(0, memoryview(b"1"))]),
         ([(0, STOP_IDS)], [(0, batch(rows=[9]))]),
+        ([(0, STOP_IDS)], [(0, batch(widths=[9]))]),
     ],
 )
 def test_a_restore_that_is_wrong(fuzzed: Fuzzed, rows: Any, batches: Any) -> None:

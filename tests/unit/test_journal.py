@@ -80,7 +80,7 @@ def test_restore_says_what_held_at_the_checkpoint(seed: int) -> None:
             journal.add(message, data)
         elif choices.random() < 0.3 or not any(known):
             slot = choices.randrange(len(known))
-            batch = Batch(None, (), np.full((4, 1), seq, np.int32))  # type: ignore[arg-type]
+            batch = Batch(None, (), np.full((wire.BatchField.COUNT, 1), seq, np.int32))  # type: ignore[arg-type]
             batch.slot = slot
             known[slot] = batch
             message = wire.DescribeBatch(seq, slot, wire.as_bytes(batch.fields))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numba.core.errors import NumbaError
 
-from asyncbook.ipc import jit, staging
-from asyncbook.worker import kernels, rules, text_kernels
+from asyncbook.ipc import jit, logprob_staging, staging
+from asyncbook.worker import kernels, logprob_kernels, rules, text_kernels
 
-assert kernels  # imported for their kernels, which register themselves
-assert text_kernels
+# Imported for their kernels, which register themselves.
+assert all((kernels, logprob_kernels, logprob_staging, text_kernels))
 KERNELS = {compiled.py_func.__name__: (compiled, signatures) for compiled, signatures in jit._kernels}
 
 
@@ -35,8 +35,10 @@ def llvm_of(name: str) -> str:
 
 def test_these_are_the_kernels() -> None:
     named = {"apply_step", "end_row", "clear_row", "take_pending", "stage", "fill_slot", "append_text", "take_text"}
-    assert named <= set(KERNELS)
-    assert len(KERNELS) == len(jit._kernels)
+    assert named | {"stage_logprobs", "store_logprobs", "fit_logprobs", "take_logprobs"} <= set(KERNELS)
+    # Whatever else has been imported by now: no name is given twice.
+    names = [compiled.py_func.__name__ for compiled, _ in jit._kernels]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -14,14 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncbook.ipc import layout as layout_module
+from asyncbook.ipc.columns import block_size
 from asyncbook.ipc.layout import (
     COLUMN_DTYPES,
     LINE_BYTES,
     MAGIC,
     MAX_IN_FLIGHT,
+    MAX_LOGPROBS,
     MAX_POSITIONS,
     MAX_ROWS,
     MAX_SPEC_TOKENS,
+    NO_LOGPROBS,
     NUM_CHECKPOINTS,
     NUM_INT32_COLUMNS,
     PAGE_BYTES,
@@ -37,6 +40,8 @@ from asyncbook.ipc.layout import (
     Word,
     layout_hash,
 )
+from asyncbook.ipc.logprobs import section_size, section_start
+from asyncbook.ipc.outputs_log import lines_of
 
 SIZES = st.builds(
     Layout,
@@ -44,6 +49,7 @@ SIZES = st.builds(
     max_model_len=st.one_of(st.integers(1, 300), st.integers(1, MAX_POSITIONS)),
     num_spec_tokens=st.integers(0, MAX_SPEC_TOKENS),
     max_in_flight=st.integers(1, MAX_IN_FLIGHT),
+    max_logprobs=st.one_of(st.just(NO_LOGPROBS), st.integers(0, 20), st.integers(NO_LOGPROBS, MAX_LOGPROBS)),
 )
 
 
@@ -78,7 +84,7 @@ def test_every_byte_is_declared_once(layout: Layout) -> None:
 def test_parts_pages_and_lines(layout: Layout) -> None:
     parts = [
         layout.bookkeeper_offset, layout.runner_offset, layout.runner_end, layout.frames_offset, layout.table_offset,
-        layout.is_token_ids.offset, layout.total_bytes,
+        layout.is_token_ids.offset, layout.logprobs.offset, layout.overflow_log.offset, layout.total_bytes,
     ]  # fmt: skip
     assert all(offset % PAGE_BYTES == 0 for offset in parts)
     assert parts == sorted(parts)
@@ -90,7 +96,10 @@ def test_parts_pages_and_lines(layout: Layout) -> None:
     assert 4 * layout.padded_rows % LINE_BYTES == layout.padded_rows % LINE_BYTES == 0
     for slot in range(layout.num_frames):
         assert layout.frame_int32(slot).offset % LINE_BYTES == layout.frame_uint8(slot).offset % LINE_BYTES == 0
-    for region in (layout.token_ids, layout.is_token_ids, layout.ring_token_ids, layout.ring_draft_token_ids):
+    for region in (
+        layout.token_ids, layout.is_token_ids, layout.logprobs, layout.ring_token_ids, layout.ring_draft_token_ids,
+        layout.ring_logprobs,
+    ):  # fmt: skip
         assert region.shape[1] * region.dtype.itemsize % LINE_BYTES == 0
         assert region.offset % LINE_BYTES == 0, region.name
 
@@ -115,6 +124,20 @@ def test_there_is_room_for_what_a_book_of_this_size_holds(layout: Layout) -> Non
     assert layout.row_counters.shape[0] == num_rows
     assert layout.ring_token_ids.shape[1] >= num_rows * width
     assert layout.ring_draft_token_ids.shape[1] >= num_rows * layout.num_spec_tokens
+    # An entry of the most logprobs for each output and each id of a step; without logprobs, nothing.
+    most = layout.max_logprobs + 1
+    assert layout.entry_size == (1 + 2 * most if most else 0)
+    assert layout.logprobs.shape[0] == num_rows
+    assert layout.logprobs.shape[1] >= layout.max_model_len * layout.entry_size
+    assert layout.ring_logprobs.shape[1] >= num_rows * width * layout.entry_size
+    if not layout.has_logprobs:
+        assert layout.logprobs.shape[1] == layout.ring_logprobs.shape[1] == 0
+    # A record takes all that a step can bring, as `ipc/columns.py` and `ipc/logprobs.py` have it.
+    size = block_size(num_rows, num_rows * width)
+    if most:
+        size = section_start(size) + section_size(num_rows, num_rows * width, 0)
+    assert layout.max_record_lines >= lines_of(size + 2 * num_rows * width * most)
+    assert layout.outputs_log.shape[0] >= 4 * layout.max_record_lines
     # The index of a token does not fit an int32 where the book is big (F15): it is an int64 everywhere.
     assert layout.token_ids.end == layout.token_ids.offset + 4 * layout.token_ids.shape[0] * layout.token_ids.shape[1]
 
@@ -146,7 +169,7 @@ def test_indices_have_no_gaps() -> None:
 
 
 def test_views_are_where_they_are_declared() -> None:
-    layout = Layout(max_num_reqs=3, max_model_len=5, num_spec_tokens=2, max_in_flight=1)
+    layout = Layout(max_num_reqs=3, max_model_len=5, num_spec_tokens=2, max_in_flight=1, max_logprobs=2)
     memory = bytearray(layout.total_bytes)
     for number, region in enumerate(regions(layout), 1):
         view = region.view(memory)
@@ -165,14 +188,14 @@ def test_views_are_where_they_are_declared() -> None:
 
 
 def test_read_only_memory_gives_read_only_views() -> None:
-    layout = Layout(max_num_reqs=3, max_model_len=5, num_spec_tokens=2, max_in_flight=1)
+    layout = Layout(max_num_reqs=3, max_model_len=5, num_spec_tokens=2, max_in_flight=1, max_logprobs=2)
     memory = memoryview(bytearray(layout.total_bytes)).toreadonly()
     assert not any(region.view(memory).flags.writeable for region in regions(layout))
 
 
 PROGRAM = """
 from asyncbook.ipc.layout import Layout, Region, layout_hash
-layout = Layout(max_num_reqs=70, max_model_len=1000, num_spec_tokens=3, max_in_flight=4)
+layout = Layout(max_num_reqs=70, max_model_len=1000, num_spec_tokens=3, max_in_flight=4, max_logprobs=5)
 names = [name for name in dir(Layout) if isinstance(getattr(layout, name), Region)]
 print([repr(getattr(layout, name)) for name in names], layout.frame_int32(3), layout.total_bytes, layout_hash())
 """
@@ -192,8 +215,8 @@ def test_another_process_sees_the_same(tmp_path: Path) -> None:
     }
     (output,) = outputs
     assert layout_hash() in output
-    assert Layout(70, 1000, 3, 4) == Layout(70, 1000, 3, 4)
-    assert repr(Layout(70, 1000, 3, 4).frame_int32(3)) in output
+    assert Layout(70, 1000, 3, 4, 5) == Layout(70, 1000, 3, 4, 5)
+    assert repr(Layout(70, 1000, 3, 4, 5).frame_int32(3)) in output
 
 
 @pytest.mark.parametrize(
@@ -209,9 +232,13 @@ def test_another_process_sees_the_same(tmp_path: Path) -> None:
         ((1, MAX_POSITIONS + 1, 0, 1), False),
         ((1, 1, MAX_SPEC_TOKENS + 1, 1), False),
         ((1, 1, 0, MAX_IN_FLIGHT + 1), False),
+        ((1, 1, 0, 1, MAX_LOGPROBS), True),
+        ((1, 1, 0, 1, NO_LOGPROBS), True),
+        ((1, 1, 0, 1, MAX_LOGPROBS + 1), False),
+        ((1, 1, 0, 1, NO_LOGPROBS - 1), False),
     ],
 )
-def test_limits(sizes: tuple[int, int, int, int], valid: bool) -> None:
+def test_limits(sizes: tuple[int, ...], valid: bool) -> None:
     if valid:
         assert Layout(*sizes).total_bytes > 0
     else:

@@ -16,7 +16,7 @@ import pytest
 
 import asyncbook
 from asyncbook import BookConfig, BookFull, LayoutMismatch
-from asyncbook.ipc.layout import LAYOUT_VERSION, MAGIC, PAGE_BYTES, Layout, Owner
+from asyncbook.ipc.layout import LAYOUT_VERSION, MAGIC, NO_LOGPROBS, PAGE_BYTES, Layout, Owner
 from asyncbook.ipc.limits import Limit
 from asyncbook.ipc.segment import Segment, give_back
 from tests.conftest import step
@@ -42,7 +42,8 @@ def test_a_new_segment_is_zero_but_for_its_owner_page(segment: Segment) -> None:
     memory = segment.readable()
     assert len(memory) == LAYOUT.total_bytes == os.fstat(segment.descriptor).st_size
     owner = LAYOUT.owner.view(memory)[: len(Owner)].tolist()
-    assert owner == [MAGIC, LAYOUT_VERSION, 8, 100_000, 2, 2, LAYOUT.total_bytes, os.getpid(), segment.book_no]
+    sizes = [8, 100_000, 2, 2, NO_LOGPROBS]
+    assert owner == [MAGIC, LAYOUT_VERSION, *sizes, LAYOUT.total_bytes, os.getpid(), segment.book_no]
     assert not np.frombuffer(memory, np.uint8, offset=8 * len(Owner), count=LAYOUT.table_offset - 8 * len(Owner)).any()
 
 
@@ -154,6 +155,7 @@ def test_views_outlive_the_descriptor(segment: Segment) -> None:
         (Owner.MAX_NUM_REQS, 9, [str(LAYOUT.total_bytes)]),
         (Owner.MAX_MODEL_LEN, 1, [str(LAYOUT.total_bytes)]),
         (Owner.MAX_IN_FLIGHT, 9, [str(LAYOUT.total_bytes)]),
+        (Owner.MAX_LOGPROBS, 0, [str(LAYOUT.total_bytes)]),
     ],
 )
 def test_another_layout_is_told(segment: Segment, word: Owner, value: int, fragments: list[str]) -> None:
@@ -165,7 +167,8 @@ def test_another_layout_is_told(segment: Segment, word: Owner, value: int, fragm
 
 
 @pytest.mark.parametrize(
-    ("word", "value"), [(Owner.MAX_NUM_REQS, 0), (Owner.MAX_MODEL_LEN, -1), (Owner.MAX_IN_FLIGHT, 2**40)]
+    ("word", "value"),
+    [(Owner.MAX_NUM_REQS, 0), (Owner.MAX_MODEL_LEN, -1), (Owner.MAX_IN_FLIGHT, 2**40), (Owner.MAX_LOGPROBS, -2)],
 )
 def test_impossible_sizes_are_told_as_a_mismatch(segment: Segment, word: Owner, value: int) -> None:
     LAYOUT.owner.view(segment.writable())[word] = value
