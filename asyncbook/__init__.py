@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncbook.attached import AttachedBook
     from asyncbook.batch import Batch
     from asyncbook.book import Book
     from asyncbook.client import attach, open, spawn, subscribe
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
         InvalidToken,
         LayoutMismatch,
         NotApplied,
+        OutputsLost,
         PeerError,
         PromptTooLong,
+        RunnerDied,
         SidecarDied,
         SidecarTimeout,
         StaleRow,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from asyncbook.rows import Row
     from asyncbook.stats import SpecDecodeStats, Stats
     from asyncbook.streams import RequestOutput
+    from asyncbook.subscription import Subscription
     from asyncbook.worker.scatter import append_spans, assign_spans, scatter_columns
 
 __version__ = "0.1.0"
@@ -48,6 +52,7 @@ __version__ = "0.1.0"
 # Where each public name lives. Imported when it is first used: `import asyncbook` is quick, and the sidecar, which
 # imports `asyncbook.worker`, does not pay for the client.
 _HOMES = {
+    "AttachedBook": "attached",
     "Batch": "batch",
     "Book": "book",
     "attach": "client",
@@ -68,6 +73,7 @@ _HOMES = {
     "SpecDecodeStats": "stats",
     "Stats": "stats",
     "RequestOutput": "streams",
+    "Subscription": "subscription",
     **dict.fromkeys(
         (
             "AsyncbookError",
@@ -83,8 +89,10 @@ _HOMES = {
             "InvalidToken",
             "LayoutMismatch",
             "NotApplied",
+            "OutputsLost",
             "PeerError",
             "PromptTooLong",
+            "RunnerDied",
             "SidecarDied",
             "SidecarTimeout",
             "StaleRow",
@@ -95,6 +103,7 @@ _HOMES = {
 
 __all__ = [
     "AsyncbookError",
+    "AttachedBook",
     "Batch",
     "Book",
     "BookClosed",
@@ -119,12 +128,14 @@ __all__ = [
     "RequestOutput",
     "RequestParams",
     "Row",
+    "RunnerDied",
     "SidecarDied",
     "SidecarTimeout",
     "SpecDecodeStats",
     "StaleRow",
     "Stats",
     "StepOutputs",
+    "Subscription",
     "append_spans",
     "assign_spans",
     "attach",

@@ -34,8 +34,8 @@ from asyncbook.ipc.errors import (
 from asyncbook.ipc.histogram import bucket_of
 from asyncbook.ipc.layout import INT32_MAX, RunnerHistogram, SubmissionWord
 from asyncbook.ipc.segment import Segment
-from asyncbook.on_device import DeviceSide
 from asyncbook.names import RequestNames
+from asyncbook.on_device import DeviceSide
 from asyncbook.place import Place
 from asyncbook.reader import BookOutputs
 from asyncbook.rows import Row, RowRegistry

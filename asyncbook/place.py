@@ -46,4 +46,6 @@ def config_at(found: address.Address) -> BookConfig:
     try:
         return BookConfig(**found.config)
     except (TypeError, ValueError) as error:
-        raise LayoutMismatch(f"the book of process {found.pid} has a configuration of another version: {error}") from None
+        raise LayoutMismatch(
+            f"the book of process {found.pid} has a configuration of another version: {error}"
+        ) from None

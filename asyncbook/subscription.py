@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
@@ -30,11 +31,12 @@ ASK_AGAIN_MS = 250  # a wake-up may be lost with the sidecar that was asked for 
 
 
 class Subscription(OutputsReader):
-    """Made by `asyncbook.subscribe`. Used from one thread; several subscriptions disturb neither each other nor the book.
+    """Made by `asyncbook.subscribe`. Used from one thread. Any number of them disturb neither each other nor the book:
+    nobody waits for a reader, and nothing is kept for one beyond the last 64 MiB of what was delivered. A reader that
+    is further behind gets `OutputsLost`, and may subscribe again.
 
-    A reader that comes late gets what has waited in as many pieces as were delivered. At most 64 MiB wait; one that is
-    further behind gets `OutputsLost`, and can subscribe again. `RunnerDied` ends the subscription, as does the end of
-    the book, after everything delivered before was read. A sidecar that dies and is replaced goes unnoticed.
+    `BookClosed` ends the subscription, or `RunnerDied`, after all that was delivered before was read. A sidecar that
+    dies and is replaced goes unnoticed.
     """
 
     def __init__(self, address: str | os.PathLike[str], *, prefix: str = "", timeout_s: float = 10.0) -> None:
@@ -170,12 +172,9 @@ class Subscription(OutputsReader):
         except BookClosed:  # everything was read: the end
             self._is_closed = True
             return
-        with_timeout = self._waiters.readable(self._channel.descriptor, self._runner)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ASK_AGAIN_MS / 1000):
-                await with_timeout
-        except TimeoutError:
-            return
+                await self._waiters.readable(self._channel.descriptor, self._runner)
 
     def _ask_to_be_woken(self) -> None:
         """Says so, then the caller looks once more: what was written before the sidecar reads this, it answers."""
@@ -217,13 +216,14 @@ class Subscription(OutputsReader):
     def close(self) -> None:
         """Idempotent. What was read stays readable."""
         self._is_closed = True
+        if self._runner < 0:
+            return
         self._waiters.forget_all()
-        self._channel.send(wire.Unsubscribe()) if self._runner >= 0 else None
+        self._channel.send(wire.Unsubscribe())
         self._channel.close()
         self._segment.close()
-        if self._runner >= 0:
-            os.close(self._runner)
-            self._runner = -1
+        os.close(self._runner)
+        self._runner = -1
 
     async def aclose(self) -> None:
         """`close` for an event loop."""

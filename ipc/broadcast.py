@@ -145,7 +145,7 @@ class BroadcastReader:
     def take(self) -> Record | NamesRecord | None:
         """The next record, copied; None where there is none yet. Raises `OutputsLost`."""
         while self.position < self._written_word.load_acquire():
-            number, num_lines, step, n, size, *_ = self._ring.header(self.position)
+            _, num_lines, _, n, size, *_ = self._ring.header(self.position)
             self._check()  # before sizes are used that may be those of another record
             record: Record | NamesRecord | None = None
             if n == NAMES_RECORD:

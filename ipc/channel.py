@@ -226,7 +226,7 @@ class SidecarChannel(_Channel):
     def receive_from_subscriber(self) -> tuple[bytes, bytes] | None:
         """(who, message), None where there is none yet."""
         socket = self._subscribers
-        if socket is None or not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if socket is None or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
         who, *parts = socket.recv_multipart()
         return who, parts[0] if len(parts) == 1 else b""

@@ -29,7 +29,6 @@ from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import give_back
 
 
-
 class LogWriter:
     """The bookkeeper's side of one log."""
 
@@ -209,7 +208,6 @@ class OutputsLogWriter:
         dropped = [note[DropWord.REQUEST_NO] for note in notes]
         self._num_drops = len(dropped)
         return records, dropped
-
 
     def _broadcast_rest(self, outputs: int, overflow: int, number: int) -> None:
         """What the predecessor had delivered to the runner and not yet to the subscribers, who have got this number."""

@@ -170,6 +170,8 @@ class Segment:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             mapped = mmap.mmap(self.descriptor, length, mmap.MAP_SHARED, protection, offset=offset)
+        except PermissionError:  # a descriptor for reading
+            raise
         except OSError as error:  # limits on addresses
             raise BookFull(f"cannot map {length} bytes of a book: {error.strerror}; raise RLIMIT_AS") from error
         return memoryview(mapped)
