@@ -243,8 +243,8 @@ class OutputsLogReader:
         kept any more."""
         while True:
             heads = self._heads()
+            self._check_kept()  # else there need not be an end to what is not there any more
             if not heads:
-                self._check_kept()
                 return None
             number, which, position = min(heads)
             if number == self.number + 1:
@@ -284,5 +284,5 @@ class OutputsLogReader:
                 if n != PADDING_RECORD:
                     heads.append((number, which, position))
                     break
-                position += num_lines
+                position += max(num_lines, 1)  # 0 where the log was given up meanwhile
         return heads

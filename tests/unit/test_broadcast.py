@@ -127,7 +127,8 @@ def test_a_reader_knows_when_the_broadcast_was_interrupted() -> None:
     reader = machine.reader()
     machine.write(2)
     record = reader.take()
-    assert record is not None and not isinstance(record, NamesRecord)
+    assert record is not None
+    assert not isinstance(record, NamesRecord)
     assert record.number == 3
 
 
