@@ -123,6 +123,7 @@ __all__ = [
     "Logprobs",
     "NotApplied",
     "OutputLogprobs",
+    "OutputsLost",
     "PeerError",
     "PromptTooLong",
     "RequestOutput",
