@@ -40,6 +40,7 @@ else:
             "logprobs": "asyncbook.bench.logprobs:logprobs_command",
             "text": "asyncbook.bench.text:text_command",
             "gpu": "asyncbook.bench.gpu:gpu_command",
+            "outputs": "asyncbook.bench.outputs:outputs_command",
             "policies": "asyncbook.bench.policies:policies_command",
             "crossover": "asyncbook.bench.crossover:crossover_command",
             "overlap": "asyncbook.bench.overlap:overlap_command",

@@ -1,15 +1,16 @@
 """`asyncbook top`: a live view of books, one line each, readable in 80 columns. Needs `asyncbook[cli]`.
 
 The view knows sources of statistics and nothing of where they come from: whoever has a book, its own or one that it
-only reads, makes a `Watched` of it.
+only reads, makes a `Watched` of it. Looking costs the books' own processes nothing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from asyncbook.attached import AttachedBook
+from asyncbook.client import attach
+from asyncbook.ipc.address import folders_of_books
+from asyncbook.ipc.errors import AsyncbookError, BookClosed, RunnerDied
 from asyncbook.ipc.histogram import bucket_start_ns
 from asyncbook.stats import Histogram, Stats
 
@@ -98,18 +103,49 @@ def make_line(watched: Watched, before: Stats, now: Stats, seconds: float) -> Li
 class View:
     """Looks at books again and again."""
 
-    def __init__(self, books: Sequence[Watched]) -> None:
+    def __init__(self, books: Callable[[], Sequence[Watched]]) -> None:
+        """`books`: those that there are, the same ones as the same objects."""
         self._books = books
-        self._before = [(time.monotonic(), book.stats()) for book in books]
+        self._before: dict[Watched, tuple[float, Stats]] = {}
+        self.look()
 
     def look(self) -> list[Line]:
-        """What happened since the last look."""
-        lines = []
-        for i, book in enumerate(self._books):
-            (then_s, before), now_s, now = self._before[i], time.monotonic(), book.stats()
-            lines.append(make_line(book, before, now, max(now_s - then_s, 1e-9)))
-            self._before[i] = (now_s, now)
+        """What happened since the last look, in the books that were there then."""
+        lines, before = [], self._before
+        self._before = {book: (time.monotonic(), book.stats()) for book in self._books()}
+        for book, (now_s, now) in self._before.items():
+            if book in before:
+                then_s, then = before[book]
+                lines.append(make_line(book, then, now, max(now_s - then_s, 1e-9)))
         return lines
+
+
+class AttachedBooks:
+    """The books of this user that can be read from here, those that come and go among them."""
+
+    def __init__(self, find: Callable[[], Sequence[str | os.PathLike[str]]]) -> None:
+        self._find = find
+        self._attached: dict[str, tuple[AttachedBook, Watched]] = {}
+
+    def __call__(self) -> list[Watched]:
+        """As of now."""
+        folders = {os.fspath(folder) for folder in self._find()}
+        for folder in self._attached.keys() - folders:
+            self._attached.pop(folder)[0].close()
+        for folder in sorted(folders - self._attached.keys()):
+            with suppress(AsyncbookError):  # it has just ended, or is of another version
+                book = attach(folder)
+                self._attached[folder] = book, _watch(book, folder)
+        return [watched for _, watched in self._attached.values()]
+
+    def close(self) -> None:
+        """Lets go of all of them."""
+        for book, _ in self._attached.values():
+            book.close()
+
+
+def _watch(book: AttachedBook, folder: str) -> Watched:
+    return Watched(f"{book.runner_pid} {folder.rpartition('-')[2]}", book.stats, book.sidecar_pid)
 
 
 def _count(number: float) -> str:
@@ -152,13 +188,26 @@ def as_json(lines: Sequence[Line]) -> dict[str, Any]:
     return {"books": [asdict(line) for line in lines]}
 
 
-def find_books(address: str | None, demo: bool, stack: ExitStack) -> list[Watched]:
+def find_books(address: str | None, demo: bool, stack: ExitStack) -> Callable[[], Sequence[Watched]]:
     """The books to look at. Those that a demo needs end with the stack."""
     if demo:
         from asyncbook.top_demo import run_books
 
-        return stack.enter_context(run_books())
-    raise click.ClickException("attach is not part of this version of asyncbook yet; --demo shows books of its own")
+        books = stack.enter_context(run_books())
+        return lambda: books
+    if address is not None:
+        try:
+            book = stack.enter_context(attach(address))
+        except AsyncbookError as error:
+            raise click.ClickException(str(error)) from error
+        watched = _watch(book, address)
+
+        def one() -> list[Watched]:
+            book.check_open()
+            return [watched]
+
+        return one
+    return stack.enter_context(closing(AttachedBooks(folders_of_books)))
 
 
 @click.command("top")
@@ -168,8 +217,8 @@ def find_books(address: str | None, demo: bool, stack: ExitStack) -> list[Watche
 @click.option("--once", is_flag=True, help="One look, after one interval.")
 @click.option("--json", "json_lines", is_flag=True, help="A line of JSON a look.")
 def top_command(address: str | None, demo: bool, interval_s: float, once: bool, json_lines: bool) -> None:
-    """A live view of books: rows in use, steps and tokens a second, submit and apply, lag, what is hidden. Ctrl-C ends
-    it."""
+    """A live view of all books of this user, or the one at ADDRESS: rows in use, steps and tokens a second, submit and
+    apply, lag, what is hidden. Ctrl-C ends it."""
     console = Console()
     with ExitStack() as stack:
         view = View(find_books(address, demo, stack))
@@ -180,6 +229,8 @@ def top_command(address: str | None, demo: bool, interval_s: float, once: bool, 
                 _show_live(console, view, interval_s)
         except KeyboardInterrupt:
             pass
+        except (BookClosed, RunnerDied) as error:
+            raise click.ClickException(str(error)) from error
 
 
 def _print_looks(console: Console, view: View, interval_s: float, once: bool, json_lines: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from asyncbook.__main__ import main
 from asyncbook.ipc.histogram import bucket_of
 from asyncbook.ipc.layout import NUM_HISTOGRAM_BUCKETS
 from asyncbook.stats import Histogram, Stats, StepHistogram
-from asyncbook.top import WIDTH, Line, View, Watched, make_line, make_table
+from asyncbook.top import WIDTH, AttachedBooks, Line, View, Watched, make_line, make_table
 from tests.conftest import SMALL, step
 
 
@@ -78,7 +79,8 @@ def test_the_table_fits_in_80_columns() -> None:
 
 def test_a_view_of_a_book() -> None:
     with asyncbook.open(asyncbook.BookConfig(**SMALL)) as book:
-        view = View([Watched("mine", book.stats, None)])
+        watched = [Watched("mine", book.stats, None)]
+        view = View(lambda: watched)
         row = book.admit("a", [1])
         step(book, [row], [5])
         (line,) = view.look()
@@ -94,7 +96,38 @@ def test_once_as_json_with_books_of_its_own() -> None:
     assert all(book["num_rows"] == 64 and book["steps_per_s"] > 0 for book in books)
 
 
-def test_without_attach_it_says_so() -> None:
-    result = CliRunner().invoke(main, ["top"])
+def look_at(*arguments: str) -> list[dict[str, object]]:
+    result = CliRunner().invoke(main, ["top", *arguments, "--once", "--json", "--interval", "0.05"])
+    assert result.exit_code == 0, result.output
+    books: list[dict[str, object]] = json.loads(result.output)["books"]
+    return books
+
+
+def test_other_processes_books() -> None:
+    config = asyncbook.BookConfig(**SMALL)
+    with asyncbook.open(config) as embedded, asyncbook.spawn(config) as book:
+        step(book, [book.admit("a", [1])], [5])
+        (one,) = look_at(book.address)
+        assert (one["num_rows_held"], one["num_rows"]) == (1, 4)
+        names = [str(each["name"]) for each in look_at()]
+        assert one["name"] in names
+        assert f"{os.getpid()} {embedded.address.rpartition('-')[2]}" in names
+        address = book.address
+    result = CliRunner().invoke(main, ["top", address])
     assert result.exit_code == 1
-    assert "--demo" in result.output
+    assert "there is no book at" in result.output
+
+
+def test_books_that_come_and_go() -> None:
+    found: list[str] = []
+    books = AttachedBooks(lambda: found)
+    view = View(books)
+    assert view.look() == []
+    with asyncbook.open(asyncbook.BookConfig(**SMALL)) as book:
+        found.append(book.address)
+        assert view.look() == []  # nothing to compare it with yet
+        assert len(view.look()) == 1
+    found.append("/nowhere")
+    found.pop(0)
+    assert view.look() == []
+    books.close()
