@@ -45,9 +45,9 @@ class OutputsReader(ABC):
     # Reading
 
     def poll_outputs(self) -> list[StepOutputs]:
-        """What was delivered since the last call, all outputs of the applied steps among it; where more waits than there
-        is room for, the rest comes in the next calls. Does not wait for more. Requests that have a `stream` are not
-        among it."""
+        """What was delivered since the last call, all outputs of the applied steps among it; where more waits than
+        there is room for, the rest comes in the next calls. Does not wait for more. Requests that have a `stream` are
+        not among it."""
         self._await_flushed()
         while self._sort_next():
             pass
