@@ -8,8 +8,10 @@ placeholders. A stop string is found by vLLM's front end, outside the scheduler:
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -177,7 +179,20 @@ def make_feed(scheduler: Any) -> BookFeed | None:
         vocab_size=scheduler.vllm_config.model_config.get_vocab_size(),
         num_spec_tokens=scheduler.num_spec_tokens,
         max_in_flight=MAX_IN_FLIGHT,
+        tokenizer=_tokenizer_of(scheduler.vllm_config.model_config),
+        runner_reads_outputs=False,  # vLLM has its own; these are for other processes
     )
     feed = BookFeed(asyncbook.spawn(config), scheduler.requests)
-    logger.info("asyncbook keeps a book of this run in process %s", feed.book.sidecar_pid)
+    logger.info(
+        "asyncbook keeps a book of this run in process %s; other processes find it at %s",
+        feed.book.sidecar_pid,
+        feed.book.address,
+    )
     return feed
+
+
+def _tokenizer_of(model_config: Any) -> Path | None:
+    """The file that outputs get their texts by, where the model lies in a folder that has one."""
+    path = Path(str(model_config.tokenizer)) / "tokenizer.json"
+    has_library = importlib.util.find_spec("tokenizers") is not None
+    return path if has_library and path.is_file() and not model_config.skip_tokenizer_init else None

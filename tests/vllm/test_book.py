@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import asyncbook
 from asyncbook import FinishReason
 from asyncbook.integrations.vllm_book import MODE_VARIABLE, BookFeed
 from tests.vllm.conftest import MakeEngine
@@ -25,22 +26,34 @@ class Reader:
 
     def __init__(self, feed: BookFeed, requests: dict[str, Any]) -> None:
         self.feed, self.requests = feed, requests
+        self.subscription = asyncbook.subscribe(feed.book.address)
         self.delivered: dict[str, list[int]] = {}
+        self.texts: dict[str, str] = {}
         self.ends: dict[str, FinishReason] = {}
         self.num_histories = 0
 
     def read(self) -> None:
         book = self.feed.book
         book.wait_applied(book.submitted_step, TIMEOUT_S)
-        for outputs in book.poll_outputs():
-            for request_id, token_ids, finish_reason, _ in outputs:
-                self.delivered.setdefault(request_id, []).extend(token_ids.tolist())
-                if finish_reason:
-                    self.ends[request_id] = finish_reason
+        self.listen()
         for request_id, (request, row) in self.feed.rows.items():
             if self.requests.get(request_id) is request:
                 assert book.token_ids(row).tolist() == list(request.all_token_ids), request_id
                 self.num_histories += 1
+
+    def listen(self) -> None:
+        for outputs in self.subscription.poll_outputs():
+            for delta in outputs:
+                self.delivered.setdefault(delta.request_id, []).extend(delta.token_ids.tolist())
+                self.texts[delta.request_id] = self.texts.get(delta.request_id, "") + (delta.text or "")
+                if delta.finish_reason:
+                    self.ends[delta.request_id] = delta.finish_reason
+
+    def listen_until(self, ends: set[str]) -> None:
+        """Deliveries follow the steps that they are of."""
+        while not ends <= self.ends.keys():
+            assert self.subscription.wait_outputs(TIMEOUT_S)
+            self.listen()
 
 
 @pytest.mark.parametrize("name", ["mixed", "aborts", "preemption", "drafts, ends"])
@@ -61,9 +74,12 @@ def test_the_book_has_what_vllm_delivers(make_engine: MakeEngine, name: str) -> 
     reader.read()
     assert reader.num_histories > 100
     finished = {name: results[-1] for name, results in mine.results.items() if results[-1]["finished"]}
+    reader.listen_until(set(finished))
     for request_id, result in finished.items():
         (output,) = result["outputs"]
         assert reader.delivered[request_id] == output["token_ids"], request_id
+        if output["finish_reason"] == "length":  # what stops a request is no part of vLLM's text
+            assert reader.texts[request_id] == output["text"], request_id
         # A stop string is found outside the scheduler, which then hears of an abort.
         is_string = output["finish_reason"] == "stop" and isinstance(output["stop_reason"], str)
         assert reader.ends[request_id].name == ("ABORT" if is_string else output["finish_reason"].upper())
@@ -87,9 +103,10 @@ def test_the_history_has_real_ids_under_asynchronous_scheduling(name: str, monke
             if simulation.step() is not None:
                 reader.read()
         assert reader.num_histories > STEPS
+        while simulation.delivered != {name: reader.delivered.get(name, []) for name in simulation.delivered}:
+            assert reader.subscription.wait_outputs(TIMEOUT_S), "the subscriber has not got everything"
+            reader.listen()
         assert min(min(ids, default=0) for ids in reader.delivered.values()) >= 0
-        for request_id, ids in simulation.delivered.items():
-            assert reader.delivered.get(request_id, []) == ids, request_id
         assert scheduler.book_feed.num_not_kept == 0
     finally:
         scheduler.book_feed.close()
