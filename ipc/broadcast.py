@@ -6,6 +6,10 @@ the oldest records, and a reader finds out. It has begun to overwrite when `BROA
 length ahead, which is stored before the first byte goes; a reader copies, then looks. `BROADCAST_WRITTEN` is
 release-stored after a record, so what lies before it is whole.
 
+Where all readers say that they have read everything, the next record begins the log anew, at its first line: so the
+log stays in the caches as long as they keep up, and grows to its length when one does not. `BROADCAST_START` is the
+position of the first line; it is stored before anything is written behind it, and a reader loads it behind `WRITTEN`.
+
 `BROADCAST_EPOCH` is odd while everything that is delivered gets here, and grows whenever that begins or ends. A reader
 that sees another one than its own has missed something.
 """
@@ -22,6 +26,8 @@ from asyncbook.ipc.log_ring import LogRing, Record, lines_of
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.segment import give_back
+
+WARM_BYTES = 1 << 19  # of the log that readers are let go through before it begins anew
 
 
 class NamesRecord(NamedTuple):
@@ -44,6 +50,7 @@ class BroadcastWriter:
         self._lines = layout.broadcast_log.view(memory)
         self.written = self._written_word.load_acquire()
         self.epoch = self._epoch_word.load_acquire()
+        self._start = self._start_word.load_acquire()
 
     @property
     def is_on(self) -> bool:
@@ -53,9 +60,19 @@ class BroadcastWriter:
     def turn_on(self, number: int) -> None:
         """From here on everything delivered is written; `number`: of the last delivery before."""
         if not self.is_on:
-            self._start_word.store_release(self.written)
-            self._start_number_word.store_release(number)
+            self._start_at_first_line(number)
             self._next_epoch(1)
+
+    def begin_anew(self, number: int) -> None:
+        """Everybody has read everything; `number`: of the last delivery. Saves memory that was touched long ago."""
+        if (self.written - self._start) * LINE_BYTES >= WARM_BYTES:
+            self._start_at_first_line(number)
+
+    def _start_at_first_line(self, number: int) -> None:
+        self._start = self.written
+        # Whoever takes over between the two counts from this number, which is broadcast, wherever the log starts.
+        self._start_number_word.store_release(number)
+        self._start_word.store_release(self._start)
 
     def turn_off(self) -> None:
         """Nobody listens any more: the memory goes back."""
@@ -88,7 +105,7 @@ class BroadcastWriter:
 
     def _reserve(self, num_lines: int) -> np.ndarray:
         """Lines in a row for a record. What lay there is gone from here on."""
-        start = self.written % len(self._lines)
+        start = (self.written - self._start) % len(self._lines)
         to_turn = len(self._lines) - start
         if to_turn < num_lines:
             self._announce(to_turn)
@@ -112,10 +129,10 @@ class BroadcastWriter:
     def last_number_since(self, position: int, number: int) -> int:
         """The number of the last delivery that is here, or need not be. A checkpoint says that it was `number` at a
         position; the epoch may have begun later."""
-        position = max(position, self._start_word.load_acquire())
+        position = max(position, self._start)
         number = max(number, self._start_number_word.load_acquire())
         while position < self.written:
-            header = self._lines[position % len(self._lines)]
+            header = self._lines[(position - self._start) % len(self._lines)]
             number = max(number, int(header[RecordWord.NUMBER])) if header[RecordWord.NUM_REQUESTS] >= 0 else number
             position += int(header[RecordWord.NUM_LINES])
         return number
@@ -129,6 +146,7 @@ class BroadcastReader:
         self._reserved_word = SharedWord(words, Word.BROADCAST_RESERVED)
         self._written_word = SharedWord(words, Word.BROADCAST_WRITTEN)
         self._epoch_word = SharedWord(words, Word.BROADCAST_EPOCH)
+        self._start_word = SharedWord(words, Word.BROADCAST_START)
         self._ring = LogRing(layout.broadcast_log, memory, layout.has_logprobs)
         self.position, self.epoch = position, epoch
 
@@ -145,13 +163,14 @@ class BroadcastReader:
     def take(self) -> Record | NamesRecord | None:
         """The next record, copied; None where there is none yet. Raises `OutputsLost`."""
         while self.position < self._written_word.load_acquire():
-            _, num_lines, _, n, size, *_ = self._ring.header(self.position)
+            place = self.position - self._start_word.load_acquire()
+            _, num_lines, _, n, size, *_ = self._ring.header(place)
             self._check()  # before sizes are used that may be those of another record
             record: Record | NamesRecord | None = None
             if n == NAMES_RECORD:
-                record = NamesRecord(self._ring.block(self.position, -(-size // 4)).tobytes()[:size])
+                record = NamesRecord(self._ring.block(place, -(-size // 4)).tobytes()[:size])
             elif n != PADDING_RECORD:
-                record = self._ring.record(self.position, is_copied=True)
+                record = self._ring.record(place, is_copied=True)
             self._check()
             self.position += num_lines
             if record is not None:
@@ -163,6 +182,7 @@ class BroadcastReader:
         """Raises `OutputsLost` where what was copied may have been overwritten, or given back, meanwhile."""
         fence()  # what was copied was loaded before this; the words below are loaded after it
         is_there = self._reserved_word.load_acquire() - self.position <= self._ring.num_lines
+        is_there &= self._start_word.load_acquire() <= self.position
         if not is_there or self._epoch_word.load_acquire() != self.epoch:
             self._raise_lost()
 

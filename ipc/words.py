@@ -53,8 +53,8 @@ class Word(IntEnum):
     BROADCAST_RESERVED = 9 * WORDS_PER_LINE  # lines of the broadcast log that were ever begun: older ones are gone
     BROADCAST_WRITTEN = 10 * WORDS_PER_LINE  # lines of it that are whole
     BROADCAST_EPOCH = 11 * WORDS_PER_LINE  # odd: everything delivered is broadcast, without a gap since it became that
-    BROADCAST_START = 12 * WORDS_PER_LINE  # lines of the broadcast log that were written when its epoch began
-    BROADCAST_START_NUMBER = 13 * WORDS_PER_LINE  # of the last delivery before that
+    BROADCAST_START = 12 * WORDS_PER_LINE  # lines of the broadcast log that were written before its first line was
+    BROADCAST_START_NUMBER = 13 * WORDS_PER_LINE  # of the last delivery among those; stored before it
     CUT_OFF_STEP = 14 * WORDS_PER_LINE  # from this step on nothing is kept for the runner, who never read; 0: all is
 
 

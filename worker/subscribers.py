@@ -113,9 +113,13 @@ class Subscribers:
         if not self._broadcast.is_on:
             return
         written = self._broadcast.written
+        num_done = 0  # those who have read everything
         for who, subscriber in list(self._subscribers.items()):
             if NO_WAKE < subscriber.wake_at < written:
                 self._wake(who, subscriber)
+            num_done += subscriber.wake_at == written
+        if num_done == len(self._subscribers) and not self._orphans:
+            self._broadcast.begin_anew(self._log.number)
         if self._num_looks % LOOKS_BETWEEN_CHECKS == 0:
             self.forget_dead()
 

@@ -184,7 +184,7 @@ class MortalSidecar:
     def _start(self) -> None:
         self._duty = duty.DutyCycle(
             self._segment.layout, self._memory, self._config.vocab_size, self, SpinThenSleep(0),  # type: ignore[arg-type]
-            is_restart=self._is_restart,
+            is_restart=self._is_restart, runner_reads_outputs=self._config.runner_reads_outputs,
         )  # fmt: skip
 
     def work(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from asyncbook.ipc import jit, layout
+from asyncbook.ipc import broadcast, jit, layout
 from asyncbook.ipc.broadcast import BroadcastReader, BroadcastWriter, NamesRecord
 from asyncbook.ipc.columns import OutputColumns
 from asyncbook.ipc.errors import OutputsLost
@@ -27,6 +27,7 @@ Item = bytes | list[int]
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MIN_OUTPUTS_LOG_BYTES", "OVERFLOW_LOG_BYTES", "BROADCAST_LOG_BYTES"):
         monkeypatch.setattr(layout, name, NUM_LINES * layout.LINE_BYTES)
+    monkeypatch.setattr(broadcast, "WARM_BYTES", layout.LINE_BYTES)
     jit.compile_all()
 
 
@@ -48,7 +49,7 @@ class BroadcastMachine(RuleBasedStateMachine):
         self.memory = memoryview(bytearray(self.layout.total_bytes))
         self.writer = BroadcastWriter(self.layout, self.memory)
         self.writer.turn_on(0)
-        self.number = 0
+        self.number = self.first_position = 0
         self.items: list[tuple[Item, int]] = []  # and the position behind each
         self.readers = [self.reader(), self.reader()]
         self.num_read = [0, 0]
@@ -74,7 +75,13 @@ class BroadcastMachine(RuleBasedStateMachine):
         self.writer = BroadcastWriter(self.layout, self.memory)
         assert self.writer.is_on
 
-    @precondition(lambda self: self.writer.written < NUM_LINES // 2)
+    @precondition(lambda self: all(reader.position == self.writer.written for reader in self.readers))
+    @rule()
+    def begin_anew(self) -> None:
+        self.writer.begin_anew(self.number)
+        self.first_position = self.writer.written
+
+    @precondition(lambda self: self.writer.written - self.first_position < NUM_LINES // 2)
     @rule()
     def count(self) -> None:
         assert self.writer.last_number_since(0, 0) == self.number
