@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
 
 import asyncbook
@@ -25,9 +25,11 @@ from asyncbook.demo.engine_messages import (
     receive_reply,
     socket_pair,
 )
+from asyncbook.ipc.errors import RunnerDied
 from asyncbook.subscription import Subscription
 
 START_TIMEOUT_S = 120.0
+STATUS_TIMEOUT_S = 1.0
 END_TIMEOUT_S = 10.0  # for the step in hand and the sidecar
 
 
@@ -118,11 +120,15 @@ class EngineLink:
 
     def _fail(self, error: PeerError | None = None) -> EngineDied:
         """The first reason stays: what came later followed from it."""
-        status = self._process.poll()
-        if self._failure is None and status is not None:
-            self._failure = f"the engine, process {self.pid}, {_ended(status)}"
-        elif self._failure is None:
-            self._failure = f"the engine's outputs ended: {error or 'it has closed its book'}"
+        if self._failure is None:
+            if isinstance(error, RunnerDied):  # its threads end one by one, its status comes with the last
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STATUS_TIMEOUT_S)
+            status = self._process.poll()
+            if status is not None:
+                self._failure = f"the engine, process {self.pid}, {_ended(status)}"
+            else:
+                self._failure = f"the engine's outputs ended: {error or 'it has closed its book'}"
         return EngineDied(self._failure)
 
     async def complete(
