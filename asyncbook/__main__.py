@@ -1,5 +1,5 @@
-"""The command line: `asyncbook bench ...`, `demo`, `doctor` and `top`. A command's module is imported when it is asked
-for."""
+"""The command line: `asyncbook bench ...`, `demo`, `doctor`, `serve` and `top`. A command's module is imported when it
+is asked for."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ else:
     commands = {
         "demo": "asyncbook.demo.command:demo_command",
         "doctor": "asyncbook.doctor:doctor_command",
+        "serve": "asyncbook.demo.serve_command:serve_command",
         "top": "asyncbook.top:top_command",
     }
     main = LazyGroup("asyncbook", commands, "Token bookkeeping for LLM engines.")

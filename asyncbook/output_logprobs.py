@@ -53,6 +53,11 @@ class OutputLogprobs:
             columns.has_nan != 0,
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the arrays that grow with the ids."""
+        return self.ranks.nbytes + self.token_ids.nbytes + self.logprobs.nbytes
+
     def select(self, indices: np.ndarray) -> OutputLogprobs:
         """Those of some of the requests, in this order."""
 

@@ -12,6 +12,8 @@ from asyncbook.ipc.columns import Texts
 from asyncbook.ipc.layout import FinishReason
 from asyncbook.output_logprobs import OutputLogprobs, TokenLogprobs
 
+BYTES_A_REQUEST = 16  # of a delivery, beside its arrays
+
 
 class RequestDelta(NamedTuple):
     """One request's share of a `StepOutputs`. `logprobs`: for each id, those that the request asked for; None without.
@@ -86,6 +88,14 @@ class StepOutputs:
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it holds in memory."""
+        arrays = [self.offsets, self.token_ids, self.finish_reasons, self.stop_reasons, self.request_nos]
+        others = [] if self.texts is None else [self.texts.data, self.texts.offsets]
+        num_logprob_bytes = 0 if self.logprobs is None else self.logprobs.num_bytes
+        return sum(array.nbytes for array in (*arrays, *others)) + num_logprob_bytes + BYTES_A_REQUEST * len(self)
 
     def select(self, indices: np.ndarray) -> StepOutputs:
         """Some of the requests, in this order."""

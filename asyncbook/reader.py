@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncGenerator, AsyncIterator, Hashable
 
 from asyncbook.ipc.errors import BookClosed, InvalidRequest
 from asyncbook.outputs import StepOutputs
 from asyncbook.rows import HeldRow, Row, RowRegistry
-from asyncbook.streams import RequestOutput, RequestStream, Streams
+from asyncbook.streams import PieceIterator, RequestOutput, RequestStream, Streams
 
 
 class OutputsReader(ABC):
@@ -78,13 +78,14 @@ class OutputsReader(ABC):
                     return
                 await self._await_outputs()
 
-    async def _pieces(self, stream: RequestStream) -> AsyncIterator[RequestOutput]:
+    async def _pieces(self, stream: RequestStream) -> AsyncGenerator[RequestOutput, None]:
         """Of one stream, until its end or that of the source."""
         while True:
             while self._sort_next():
                 pass
             piece = stream.take()
             if piece is not None:
+                stream.has_ended = piece.is_finished
                 yield piece
                 if piece.is_finished:
                     return
@@ -106,7 +107,7 @@ class BookOutputs(OutputsReader):
     def abort(self, row: Row) -> None:
         """See `Book.abort`."""
 
-    def stream(self, request_id: str, *, abort_on_cancel: bool = False) -> AsyncIterator[RequestOutput]:
+    def stream(self, request_id: str, *, abort_on_cancel: bool = False) -> PieceIterator:
         """The outputs of one live request, from those not read yet on, until its end. A slow reader gets bigger pieces.
 
         With `abort_on_cancel`, a reader that goes before the end takes the request along. Raises `InvalidRequest` for a
@@ -117,20 +118,13 @@ class BookOutputs(OutputsReader):
             stream = self._streams.open(admission.request_no)
         except KeyError:
             raise InvalidRequest(f"request {request_id!r} has a stream already, expected one at most") from None
-        return self._stream(admission, stream, abort_on_cancel)
 
-    async def _stream(
-        self, admission: HeldRow, stream: RequestStream, abort_on_cancel: bool
-    ) -> AsyncIterator[RequestOutput]:
-        has_ended = False
-        try:
-            async for piece in self._pieces(stream):
-                has_ended = piece.is_finished
-                yield piece
-        finally:
+        def give_up() -> None:
             self._streams.close(admission.request_no, stream)
-            if abort_on_cancel and not has_ended and not self._is_closed:
+            if abort_on_cancel and not stream.has_ended and not self._is_closed:
                 self._abort_admitted(admission)
+
+        return PieceIterator(self._pieces(stream), give_up)
 
     def _abort_admitted(self, admission: HeldRow) -> None:
         """Aborts the request, unless it is gone and perhaps another one has its id. Its row may have been renamed."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
 
+from asyncbook.ipc.errors import OutputsLost
 from asyncbook.ipc.layout import FinishReason
 from asyncbook.output_logprobs import TokenLogprobs
 from asyncbook.outputs import StepOutputs
+
+MAX_UNCLAIMED_BYTES = 1 << 26
+_LOST = f"more than {MAX_UNCLAIMED_BYTES} bytes of outputs belonged to no stream and were not read: the oldest are gone"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +44,7 @@ class RequestStream:
 
     def __init__(self) -> None:
         self._pieces: list[RequestOutput] = []
+        self.has_ended = False  # the last piece was taken
 
     def add(self, piece: RequestOutput) -> None:
         """The next piece."""
@@ -65,21 +71,51 @@ class RequestStream:
         )
 
 
+class PieceIterator(AsyncIterator[RequestOutput]):
+    """The pieces of one stream. Closed or dropped, it is given up, also one that was never read from."""
+
+    def __init__(self, pieces: AsyncGenerator[RequestOutput, None], give_up: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._finalizer = weakref.finalize(self, give_up)
+        self._finalizer.atexit = False
+
+    async def __anext__(self) -> RequestOutput:
+        try:
+            return await anext(self._pieces)
+        except BaseException:  # its end, a cancelled reader, or what ended the source
+            self._finalizer()
+            raise
+
+    async def aclose(self) -> None:
+        """Gives it up. Idempotent."""
+        await self._pieces.aclose()
+        self._finalizer()
+
+
 class Streams:
     """The open streams of a source, and the deliveries that belong to none of them. `keys_of`: what the requests of a
-    delivery are told apart by."""
+    delivery are told apart by.
+
+    Who reads streams and nothing else leaves the other requests' deliveries here. At most `MAX_UNCLAIMED_BYTES` are
+    kept; beyond that the oldest go, and whoever would have got them is told."""
 
     def __init__(self, keys_of: Callable[[StepOutputs], list[Hashable]]) -> None:
         self._keys_of = keys_of
         self._streams: dict[Hashable, RequestStream] = {}
         self._unclaimed: deque[StepOutputs] = deque()
+        self._unclaimed_bytes = 0
+        self._has_lost = False
+        self._lost: set[Hashable] = set()  # live requests of which something went
 
     def open(self, key: Hashable) -> RequestStream:
-        """A stream, with what was delivered and not read yet. Raises `KeyError` where the request has one."""
+        """A stream, with what was delivered and not read yet. Raises `KeyError` where the request has one, and
+        `OutputsLost` where some of it went."""
         if key in self._streams:
             raise KeyError(key)
+        if key in self._lost:
+            raise OutputsLost(f"{_LOST} of request {key!r} as well; open its stream before its first output")
         stream = self._streams[key] = RequestStream()
-        waiting, self._unclaimed = self._unclaimed, deque()
+        waiting, self._unclaimed, self._unclaimed_bytes = self._unclaimed, deque(), 0
         for step_outputs in waiting:
             self.sort(step_outputs)
         return stream
@@ -94,7 +130,17 @@ class Streams:
         rest = self._without_claimed(step_outputs) if self._streams else step_outputs
         if len(rest):
             self._unclaimed.append(rest)
+            self._unclaimed_bytes += rest.num_bytes
+            while self._unclaimed_bytes > MAX_UNCLAIMED_BYTES:
+                self._lose(self._unclaimed.popleft())
         return rest is not step_outputs
+
+    def _lose(self, step_outputs: StepOutputs) -> None:
+        self._has_lost = True
+        self._unclaimed_bytes -= step_outputs.num_bytes
+        keys = self._keys_of(step_outputs)
+        self._lost.update(keys)
+        self._lost.difference_update(keys[i] for i in np.flatnonzero(step_outputs.finish_reasons).tolist())
 
     def _without_claimed(self, step_outputs: StepOutputs) -> StepOutputs:
         keys = self._keys_of(step_outputs)
@@ -125,5 +171,12 @@ class Streams:
         return step_outputs.select(np.array(others, np.int64))
 
     def next_unclaimed(self) -> StepOutputs | None:
-        """The oldest delivery that belongs to no stream."""
-        return self._unclaimed.popleft() if self._unclaimed else None
+        """The oldest delivery that belongs to no stream. Raises `OutputsLost`, once, where older ones went."""
+        if self._has_lost:
+            self._has_lost = False
+            raise OutputsLost(f"{_LOST}; the next call gives what is left")
+        if not self._unclaimed:
+            return None
+        step_outputs = self._unclaimed.popleft()
+        self._unclaimed_bytes -= step_outputs.num_bytes
+        return step_outputs

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,7 +23,7 @@ from asyncbook.names import Names
 from asyncbook.outputs import StepOutputs
 from asyncbook.place import config_at
 from asyncbook.reader import OutputsReader, request_ids_of
-from asyncbook.streams import RequestOutput, Streams
+from asyncbook.streams import PieceIterator, Streams
 from asyncbook.waiting import DescriptorWaiters
 
 ASK_AGAIN_MS = 250  # a wake-up may be lost with the sidecar that was asked for it
@@ -56,7 +55,8 @@ class Subscription(OutputsReader):
         self._channel = SubscriberChannel(self._folder)
         self._runner = os.pidfd_open(self._address.pid)
         self._waiters = DescriptorWaiters()
-        self._waited_s = 0.0  # when the last wait began
+        self._woken_s = self._asked_s = 0.0
+        self._asked_position = -1  # what the sidecar was asked to wake this process at, and has not yet
         self._ended_by: BookClosed | RunnerDied | OutputsLost | None = None
         try:
             self._log = self._subscribe(time.monotonic() + timeout_s, timeout_s)
@@ -130,24 +130,17 @@ class Subscription(OutputsReader):
         ours = [request_id.startswith(self._prefix) for request_id in step_outputs.request_ids]
         return step_outputs if all(ours) else step_outputs.select(np.flatnonzero(ours))
 
-    def stream(self, request_id: str) -> AsyncIterator[RequestOutput]:
+    def stream(self, request_id: str) -> PieceIterator:
         """The outputs of one request, from those not read yet on, until its end; one that has not come yet is waited
-        for. Raises `InvalidRequest` where it has a stream, or is not of this subscription's share."""
+        for. What belongs to no stream waits for `poll_outputs` meanwhile, the last 64 MiB of it. Raises
+        `InvalidRequest` where it has a stream, or is not of this subscription's share."""
         if not request_id.startswith(self._prefix):
             raise InvalidRequest(f"request {request_id!r} is another's: this subscription is of {self._prefix!r}...")
         try:
             stream = self._streams.open(request_id)
         except KeyError:
             raise InvalidRequest(f"request {request_id!r} has a stream already, expected one at most") from None
-
-        async def pieces() -> AsyncIterator[RequestOutput]:
-            try:
-                async for piece in self._pieces(stream):
-                    yield piece
-            finally:
-                self._streams.close(request_id, stream)
-
-        return pieces()
+        return PieceIterator(self._pieces(stream), lambda: self._streams.close(request_id, stream))
 
     # Waiting
 
@@ -159,7 +152,8 @@ class Subscription(OutputsReader):
             left_ms = ASK_AGAIN_MS if deadline is None else int(1000 * (deadline - time.monotonic()))
             if left_ms <= 0:
                 return False
-            if self._was_just_woken():
+            self._receive()
+            if self._rest_s() > 0:
                 self._channel.wait(MIN_WAKE_MS)
                 continue
             self._ask_to_be_woken()
@@ -168,18 +162,15 @@ class Subscription(OutputsReader):
                 self._channel.wait(min(left_ms, ASK_AGAIN_MS), descriptors=(self._runner,))
         return True
 
-    def _was_just_woken(self) -> bool:
-        """Whether the last wait has begun moments ago, and ended, for there is another one."""
-        now_s = time.monotonic()
-        if now_s - self._waited_s < MIN_WAKE_MS / 1000:
-            self._waited_s = 0.0  # the next wait is a real one
-            return True
-        self._waited_s = now_s
-        return False
+    def _rest_s(self) -> float:
+        """How long not to ask to be woken again."""
+        return self._woken_s + MIN_WAKE_MS / 1000 - time.monotonic()
 
     async def _await_outputs(self) -> None:
-        if self._was_just_woken():
-            await asyncio.sleep(MIN_WAKE_MS / 1000)
+        self._receive()
+        rest_s = self._rest_s()
+        if rest_s > 0:
+            await asyncio.sleep(rest_s)
             return
         self._ask_to_be_woken()
         if self._log.has_next:
@@ -194,14 +185,20 @@ class Subscription(OutputsReader):
                 await self._waiters.readable(self._channel.descriptor, self._runner)
 
     def _ask_to_be_woken(self) -> None:
-        """Says so, then the caller looks once more: what was written before the sidecar reads this, it answers."""
-        self._receive()
-        self._channel.send(wire.WakeAt(self._log.position))
+        """Says so, then the caller looks once more: what was written before the sidecar reads this, it answers. Asked
+        once for each place, however many wait."""
+        now_s, position = time.monotonic(), self._log.position
+        if position != self._asked_position or now_s - self._asked_s > ASK_AGAIN_MS / 1000:
+            self._asked_position, self._asked_s = position, now_s
+            self._channel.send(wire.WakeAt(position))
 
     def _receive(self) -> None:
         while (reply := self._channel.receive()) is not None:
+            self._asked_position = -1
             if isinstance(reply, wire.Unknown):  # another sidecar: it knows this process, and not this socket
                 self._channel.send(self._request(self._log.epoch))
+            elif isinstance(reply, wire.Woken):
+                self._woken_s = time.monotonic()
 
     def _await_flushed(self) -> None:
         pass

@@ -152,18 +152,19 @@ class Subscribers:
     def _subscribe(self, who: bytes, message: wire.Subscribe) -> wire.AnySubscriberReply:
         if not hmac.compare_digest(message.token, self._token):
             return wire.NotSubscribed("the token is not the one in the book's address")
-        if who in self._subscribers:
-            self._forget(who)
-        self.forget_dead()
-        slot = self._slot_of(message)
-        if slot is None:
-            return wire.NotSubscribed(f"the book has {len(self._table)} subscribers, as many as there may be")
-        pidfd = self._orphans.pop(slot, None)
-        pidfd = _open_process(message.pid, message.start_time) if pidfd is None else pidfd
-        if pidfd is None:
-            return wire.NotSubscribed(f"the sidecar sees no process {message.pid}: is it in another container?")
-        self._table[slot] = message.pid, message.start_time
-        self._subscribers[who] = _Subscriber(slot, pidfd)
+        # One that had several waits when its sidecar died asks as often. It must not go in between: with the last
+        # subscriber the broadcast ends.
+        if who not in self._subscribers:
+            self.forget_dead()
+            slot = self._slot_of(message)
+            if slot is None:
+                return wire.NotSubscribed(f"the book has {len(self._table)} subscribers, as many as there may be")
+            pidfd = self._orphans.pop(slot, None)
+            pidfd = _open_process(message.pid, message.start_time) if pidfd is None else pidfd
+            if pidfd is None:
+                return wire.NotSubscribed(f"the sidecar sees no process {message.pid}: is it in another container?")
+            self._table[slot] = message.pid, message.start_time
+            self._subscribers[who] = _Subscriber(slot, pidfd)
         self._broadcast.turn_on(self._log.number)
         known = self.directory.all() if message.epoch != self._broadcast.epoch else []
         return wire.Subscribed(self._broadcast.written, self._broadcast.epoch, known)

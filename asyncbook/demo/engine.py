@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +14,16 @@ from asyncbook.demo import ngram
 from asyncbook.demo.model import KVCache, Llama, Rotary
 
 NUM_SPEC_TOKENS = 5
+PREFILL_CHUNK = 64  # tokens
 MIN_N, MAX_N = 2, 5
 WIDTH = 1 + NUM_SPEC_TOKENS  # ids that one row brings into a decode pass
+
+
+def leave_a_core() -> int:
+    """Leaves a core for the sidecar; returns how many threads forward passes have."""
+    num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
+    torch.set_num_threads(num_threads)
+    return num_threads
 
 
 class HostCopy:

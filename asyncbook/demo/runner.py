@@ -78,6 +78,19 @@ class Launched:
     drafts: HostCopy
 
 
+@torch.inference_mode()
+def launch_step(step: int, engine: Engine, plan: Plan) -> Launched:
+    """Launches a step's passes and the way of its ids to the host."""
+    engine.begin_step()
+    for row, start, num_prompt_tokens in plan.prefills:
+        engine.prefill(row, start, num_prompt_tokens)
+    if plan.is_decoding is not None:
+        engine.decode(plan.is_decoding)
+    engine.draft()
+    sampled, drafts = (ids[plan.row_ids] for ids in (engine.sampled_token_ids, engine.draft_token_ids))
+    return Launched(step, plan.batch, HostCopy(sampled), HostCopy(drafts))
+
+
 class Scheduler:
     """Decides who takes part in a step, from what was launched and from who has finished."""
 
@@ -104,6 +117,14 @@ class Scheduler:
             running.request.committed_token_ids = self.book.output_token_ids(running.row).tolist()
             self.book.release(running.row)
             del self.running[running.row.index]
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request, with its row where it has one. What was launched for the row is stale from then on."""
+        self.waiting = deque(request for request in self.waiting if request.request_id != request_id)
+        for index, running in list(self.running.items()):
+            if running.request.request_id == request_id:
+                self.book.release(running.row)
+                del self.running[index]
 
     def admit(self) -> None:
         """Gives free rows to waiting requests."""
@@ -185,15 +206,7 @@ class Runner:
     def launch(self, step: int, plan: Plan) -> None:
         """Launches a step and the way of its ids to the host."""
         with self.device_clock.forward(step):
-            engine = self.engine
-            engine.begin_step()
-            for row, start, num_prompt_tokens in plan.prefills:
-                engine.prefill(row, start, num_prompt_tokens)
-            if plan.is_decoding is not None:
-                engine.decode(plan.is_decoding)
-            engine.draft()
-            sampled, drafts = (ids[plan.row_ids] for ids in (engine.sampled_token_ids, engine.draft_token_ids))
-            self._launched.append(Launched(step, plan.batch, HostCopy(sampled), HostCopy(drafts)))
+            self._launched.append(launch_step(step, self.engine, plan))
 
     def submit_through(self, step: int) -> None:
         """Submits what was launched up to `step` and is not submitted yet, as its ids arrive."""

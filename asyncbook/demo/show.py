@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +14,13 @@ from rich.console import Console
 from asyncbook import BookConfig
 from asyncbook.demo import CannotRun, report, results, weights
 from asyncbook.demo.bookkeeping import open_way
-from asyncbook.demo.engine import NUM_SPEC_TOKENS, Engine
+from asyncbook.demo.engine import NUM_SPEC_TOKENS, PREFILL_CHUNK, Engine, leave_a_core
 from asyncbook.demo.live import Display
 from asyncbook.demo.model import Llama
 from asyncbook.demo.prompts import make_requests, read_prompts
 from asyncbook.demo.results import Result
 from asyncbook.demo.runner import Request, Runner
 from asyncbook.demo.tokenizer import Tokenizer
-
-PREFILL_CHUNK = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ def show(setting: Setting) -> bool:
     console = Console()
     device = _device(setting.device)
     if device.type == "cpu":
-        num_threads = _leave_a_core()
+        num_threads = leave_a_core()
         console.print(f"forward passes on {num_threads} CPU thread(s) in every way, to leave a core for the sidecar")
     prompts = read_prompts(setting.prompts, setting.rows)
     began_s = time.monotonic()
@@ -74,12 +71,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise CannotRun(f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
     return device
-
-
-def _leave_a_core() -> int:
-    num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
-    torch.set_num_threads(num_threads)
-    return num_threads
 
 
 def _run_way(

@@ -23,6 +23,13 @@ class Tokenizer(Protocol):
         """The text of an answer, without special tokens."""
         ...
 
+    def to_json(self) -> str:
+        """A tokenizer.json that says the same."""
+        ...
+
+
+_HAVE_SHAPE = {*range(0x21, 0x7F), *range(0xA1, 0x100)} - {0xAD}
+
 
 class ByteTokenizer:
     """One id a byte, and 256 for the end."""
@@ -36,6 +43,16 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         text = bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
         return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
+
+    def to_json(self) -> str:
+        # Byte-level vocabularies name a byte by its Latin-1 character, or by one from 256 on where that has no shape.
+        unnamed = iter(range(256, 512))
+        names = [chr(byte if byte in _HAVE_SHAPE else next(unnamed)) for byte in range(256)]
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab={name: byte for byte, name in enumerate(names)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["<|end|>"])
+        return str(tokenizer.to_str())
 
 
 class ChatTokenizer:
@@ -66,3 +83,6 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
+
+    def to_json(self) -> str:
+        return str(self._tokenizer.to_str())

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from asyncbook import Book, FinishReason, InvalidRequest, RequestOutput, RequestParams, Row
+from asyncbook import Book, FinishReason, InvalidRequest, OutputsLost, RequestOutput, RequestParams, Row, streams
 from tests.conftest import TIMEOUT_S, delivered, step
 
 
@@ -123,11 +123,41 @@ async def test_a_stream_follows_a_row_that_is_renamed(book: Book) -> None:
 
 async def test_requests_that_have_no_stream_to_give(book: Book) -> None:
     row = book.admit("a", [1])
-    book.stream("a")
+    stream = book.stream("a")
     with pytest.raises(InvalidRequest, match="'a' has a stream"):
         book.stream("a")
+    await stream.aclose()
     for request_id in ("b", "gone"):
         with pytest.raises(InvalidRequest, match=f"'{request_id}' is not live"):
             book.stream(request_id)
     book.abort(row)
     book.release(row)
+
+
+async def test_a_stream_that_was_given_up_unread_is_no_stream_any_more(book: Book) -> None:
+    row = book.admit("a", [1])
+    await book.stream("a").aclose()
+    stream = book.stream("a", abort_on_cancel=True)
+    del stream  # never read from: it goes, and the request with it
+    await steps(book, [row], [10])
+    assert delivered(book)["a"].finish_reason is FinishReason.ABORT
+
+
+async def test_what_belongs_to_no_stream_is_bounded(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_UNCLAIMED_BYTES", 2000)
+    rows = [book.admit(name, [1], RequestParams(max_tokens=100)) for name in ("a", "b")]
+    stream = book.stream("a")
+    for number in range(13):
+        await steps(book, rows, [number, 20 + number])
+        assert ids_of_pieces([await anext(stream)]) == [number]
+    monkeypatch.setattr(streams, "MAX_UNCLAIMED_BYTES", 200)
+    await steps(book, rows, [13, 33])
+    assert ids_of_pieces([await anext(stream)]) == [13]
+    with pytest.raises(OutputsLost, match="as well; open its stream before its first output"):
+        book.stream("b")
+    with pytest.raises(OutputsLost, match="the next call gives what is left"):
+        book.poll_outputs()
+    left = delivered(book)["b"].token_ids
+    assert left == list(range(34 - len(left), 34)), "what is left is the newest"
+    await steps(book, rows, [14, 34])
+    assert delivered(book)["b"].token_ids == [34]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
+tokenizers = pytest.importorskip("tokenizers")
 
 from asyncbook.demo.engine import NUM_SPEC_TOKENS, Engine  # noqa: E402
 from asyncbook.demo.model import KVCache, Llama, LlamaConfig, Rotary, random_llama  # noqa: E402
+from asyncbook.demo.tokenizer import ByteTokenizer  # noqa: E402
 
 MAX_MODEL_LEN = 96
 
@@ -157,3 +159,13 @@ def test_tokenizer_of_the_real_model(smollm2):
     chat = tokenizer.encode_chat("Hi")
     assert chat.count(tokenizer.eos_token_id) == 2
     assert tokenizer.decode([*tokenizer.encode("Bye"), tokenizer.eos_token_id]) == "Bye"
+    assert tokenizers.Tokenizer.from_str(tokenizer.to_json()).encode(text).ids == tokenizer.encode(text)
+
+
+def test_tokenizer_of_bytes():
+    tokenizer = tokenizers.Tokenizer.from_str(ByteTokenizer().to_json())
+    for text in ("".join(map(chr, range(256))), "Grüße, 漢字 \U0001f600\n"):
+        assert tokenizer.encode(text).ids == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.token_to_id("<|end|>") == ByteTokenizer.eos_token_id
+    assert tokenizer.decode([65, ByteTokenizer.eos_token_id, 66]) == "AB"
