@@ -65,10 +65,10 @@ class Subscription(OutputsReader):
             raise
 
     def _subscribe(self, deadline: float, timeout_s: float) -> BroadcastReader:
-        message = self._request(0)
-        has_asked = False
+        message, asked_s = self._request(0), 0.0
         while True:
-            has_asked = has_asked or self._channel.send(message)
+            if time.monotonic() - asked_s > ASK_AGAIN_MS / 1000 and self._channel.send(message):
+                asked_s = time.monotonic()
             reply = self._channel.receive()
             if isinstance(reply, wire.Subscribed):
                 self._learn(reply.requests)
@@ -81,7 +81,7 @@ class Subscription(OutputsReader):
                 if left_s <= 0:
                     raise SidecarTimeout(f"the sidecar of the book at {self._folder} gave no answer in {timeout_s} s")
                 wait_ms = min(int(1000 * left_s) + 1, ASK_AGAIN_MS)
-                self._channel.wait(wait_ms, to_send=not has_asked, descriptors=(self._runner,))
+                self._channel.wait(wait_ms, to_send=asked_s == 0.0, descriptors=(self._runner,))
 
     def _request(self, epoch: int) -> wire.Subscribe:
         started = start_time(os.getpid())

@@ -78,6 +78,7 @@ class DutyCycle:
         self._wake_at_step = SharedWord(runner_words, RunnerWord.WAKE_AT_STEP)
         self._wake_at_outputs = SharedWord(runner_words, RunnerWord.WAKE_AT_OUTPUTS)
         self._waits_for_restore = is_restart
+        self._subscribers.is_ready = not is_restart
         self._early: wire.AnyCommand | None = None  # came on the socket before a step that is in the ring
         self._woken_at_step = 0
         self._woken_at_outputs = 0
@@ -231,6 +232,7 @@ class DutyCycle:
             directory.release(message.row)
         elif type(message) is wire.Restore:
             directory.restore(message.rows)
+            self._subscribers.is_ready = True
 
     def _after_step(self) -> None:
         fence()

@@ -84,6 +84,7 @@ class Subscribers:
         self._subscribers: dict[bytes, _Subscriber] = {}
         self._orphans: dict[int, int] = {}  # pidfds by slot: a predecessor knew them, and they have not come yet
         self._num_looks = 0
+        self.is_ready = True
         for slot in np.flatnonzero(self._table[:, SubscriberWord.PID]).tolist():
             pidfd = _open_process(*self._table[slot].tolist())
             if pidfd is None:
@@ -107,7 +108,12 @@ class Subscribers:
         self.serve_now()
 
     def serve_now(self) -> None:
-        """`serve`, whether there are any or not."""
+        """`serve`, whether there are any or not. Before a predecessor's requests are known nothing can be said: who has
+        asked will ask again."""
+        if not self.is_ready:
+            while self._channel.receive_from_subscriber() is not None:
+                pass
+            return
         while (received := self._channel.receive_from_subscriber()) is not None:
             self._answer(*received)
         if not self._broadcast.is_on:

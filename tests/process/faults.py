@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from asyncbook import BookConfig
+import asyncbook
+from asyncbook import BookConfig, Subscription
 from asyncbook.ipc import layout
 from tests.property import operations
 from tests.property.compare import plain
@@ -40,13 +43,21 @@ def config_of(transport: str) -> BookConfig:
     )
 
 
+def differing(came: Events, expected: Events) -> dict[str, tuple[object, object]]:
+    """What came and what should have, of each request where that is not the same."""
+    names = {*came, *expected}
+    return {str(name): (came[name], expected[name]) for name in names if came[name] != expected[name]}
+
+
 class KilledTrio(Trio):
     """Outputs are compared by request: a death may join two deliveries into one."""
 
     def __init__(self, config: BookConfig) -> None:
         self._expected: Events = defaultdict(list)
         self._came: Events = defaultdict(list)
+        self._heard: Events = defaultdict(list)
         self._is_reading = True
+        self._subscription: Subscription | None = None
         super().__init__(config)
 
     @property
@@ -67,20 +78,56 @@ class KilledTrio(Trio):
             return
         deadline = time.monotonic() + TIMEOUT_S
         while True:
-            add_events(self._came, map(plain, self.sidecar.poll_outputs()))
-            is_right = all(self._expected[name][: len(came)] == came for name, came in self._came.items())
-            if self._came == self._expected or not is_right or time.monotonic() > deadline:
+            self._read()
+            is_right = all(
+                self._expected.get(name, [])[: len(events)] == events
+                for came in self._readers()
+                for name, events in came.items()
+            )
+            is_all = all(came == self._expected for came in self._readers())
+            if is_all or not is_right or time.monotonic() > deadline:
                 break
-        assert self._came == self._expected, "sidecar outputs"
-        for events in (self._came, self._expected):
+        assert [differing(came, self._expected) for came in self._readers()] == [{}] * len(self._readers())
+        for events in (self._came, self._heard, self._expected):
             events.clear()
         self._awaited.clear()
         self._num_due = 0
 
+    def _readers(self) -> list[Events]:
+        """What the runner got, and the subscriber, if there is one."""
+        return [self._came] if self._subscription is None else [self._came, self._heard]
+
     def poll(self) -> None:
         """Takes what is there."""
         self._record("", "poll")
+        self._read()
+
+    def _read(self) -> None:
         add_events(self._came, map(plain, self.sidecar.poll_outputs()))
+        if self._subscription is not None:
+            self._subscription.wait_outputs(0.001)  # says how far it has read
+            add_events(self._heard, map(plain, self._subscription.poll_outputs()))
+
+    def change_subscriber(self) -> None:
+        """One that has got everything goes, or one comes. Whatever the sidecar does meanwhile, it is replaced by the
+        book's own thread."""
+        self._is_reading = True
+        self.settle()
+        if self._subscription is not None:
+            self._subscription.close()
+            self._subscription = None
+            return
+        with ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(asyncbook.subscribe, self.sidecar.address, timeout_s=TIMEOUT_S)
+            while not coming.done():
+                assert self.sidecar.applied_step >= 0
+                os.sched_yield()
+            self._subscription = coming.result()
+
+    def close(self) -> None:
+        if self._subscription is not None:
+            self._subscription.close()
+        super().close()
 
     def kill(self) -> None:
         """SIGKILL, now."""
@@ -140,6 +187,7 @@ def run_points(trio: KilledTrio, plan: Path, points: list[str], seed: int) -> li
                 trio.kill()  # it does not get there
             trio.make_calls(choices, CALLS_A_ROUND)
             trio.recover()
+            trio.change_subscriber()  # while there is none, outputs wait for room, and not else
         trio.empty()
     except Exception as error:
         error.add_note(f"seed {seed}, died at {deaths.read_text().splitlines()}, then:\n{trio.script()}")

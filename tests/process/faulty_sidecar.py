@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncbook.ipc import layout
+from asyncbook.ipc import broadcast, layout
 
 if "ASYNCBOOK_TEST_LOG_BYTES" in os.environ:  # the runner has patched its own
     layout.MIN_OUTPUTS_LOG_BYTES, layout.OVERFLOW_LOG_BYTES = map(int, os.environ["ASYNCBOOK_TEST_LOG_BYTES"].split())
@@ -46,13 +46,17 @@ FUNCTIONS = {
     "wake for step": ("worker.duty", "DutyCycle", "_wake_for_step"),
     "wake for outputs": ("worker.duty", "DutyCycle", "_wake_for_outputs"),
     "wait": ("ipc.channel", "SidecarChannel", "wait_command"),
+    "write record": ("ipc.broadcast", "BroadcastWriter", "write_record"),
+    "write names": ("ipc.broadcast", "BroadcastWriter", "write_names"),
+    "subscribe": ("worker.subscribers", "Subscribers", "_subscribe"),
 }
 WORDS = tuple(word.name for word in Word)
 TORN = "torn checkpoint"
 
 
 ONCE = ("serve", "take over", "run", "restore")  # in the life of a process
-NEVER = ("after serve", "after run")  # before the book is closed
+# Before the book is closed; and the store that comes once, where subscribers do not wait for a runner that never reads.
+NEVER = ("after serve", "after run", "before CUT_OFF_STEP", "after CUT_OFF_STEP")
 
 
 def points() -> list[str]:
@@ -157,6 +161,7 @@ def install_at_word(fault: Fault, word: Word) -> None:
 
 def main() -> int:
     """As `asyncbook.worker`."""
+    broadcast.WARM_BYTES = 0  # the log begins anew whenever it may
     faulthandler.register(signal.SIGUSR1)  # where a sidecar hangs that should not: into its log
     fault = take_fault()
     if fault is not None:

@@ -68,3 +68,10 @@ class WatchedProcess:
     def close(self) -> None:
         """Lets go of it."""
         os.close(self._pidfd)
+
+
+def sockets_folder(runtime_dir: Path) -> Path:
+    """The folder in which the one sidecar there is meets its runner; the other one is the book's address."""
+    folders = [folder for folder in runtime_dir.iterdir() if (folder / "commands").exists()]
+    assert len(folders) == 1
+    return folders[0]

@@ -99,7 +99,8 @@ def test_large_messages_to_a_stopped_sidecar_are_bounded_in_bytes(make_book: Mak
         wait_for_room(book, "wait_room")
     assert "bytes at most" in error
     assert 2 < num_sent < 30
-    assert after.runner - before.runner < 2 * book._backlog.max_bytes / load.MIB
+    # Once in the socket's queue, once in the journal; and what Python keeps of freed memory.
+    assert after.runner - before.runner < 2 * book._backlog.max_bytes / load.MIB + 16
     book.wait_room(TIMEOUT_S)
     step(book, [], [])
     assert book.stats().admitted_requests == num_sent + book.stats().num_rows_held

@@ -18,7 +18,7 @@ from asyncbook.ipc import channel, wire
 from asyncbook.ipc.layout import LAYOUT_VERSION
 from asyncbook.process import SidecarProcess
 from tests.conftest import KINDS, SMALL, step, tokens
-from tests.process.leftovers import children, nothing_left_behind
+from tests.process.leftovers import children, nothing_left_behind, sockets_folder
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_sidecar_starts_and_ends(runtime_dir: Path, kind: str) -> None:
     config = BookConfig(**(SMALL | KINDS[kind]))
     with nothing_left_behind(runtime_dir):
         book = asyncbook.spawn(config)
-        (directory,) = runtime_dir.iterdir()
+        directory = sockets_folder(runtime_dir)
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert directory.stat().st_uid == os.getuid()
         assert str(os.getpid()) in directory.name
@@ -68,7 +68,7 @@ def test_books_beside_each_other_are_strangers(config: BookConfig, runtime_dir: 
     with nothing_left_behind(runtime_dir):
         with asyncbook.spawn(config) as one, asyncbook.spawn(config) as other:
             assert one.sidecar_pid != other.sidecar_pid
-            assert len(list(runtime_dir.iterdir())) == 2
+            assert len(list(runtime_dir.iterdir())) == 4, "sockets and address of each"
             for book, token_id in ((one, 5), (other, 6)):
                 row = book.admit("a", [1])
                 step(book, [row], [token_id])

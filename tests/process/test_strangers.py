@@ -18,6 +18,7 @@ from asyncbook.ipc import wire
 from asyncbook.ipc.channel import SOCKET_NAMES
 from asyncbook.process import SidecarProcess
 from tests.conftest import SMALL, MakeBook, ids_of, step, tables, tokens
+from tests.process.leftovers import sockets_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 STRANGER = """
@@ -49,7 +50,7 @@ def test_another_user_is_turned_away(runtime_dir: Path, monkeypatch: pytest.Monk
     def look(self: SidecarProcess, timeout_s: float) -> None:
         self.kill()  # its place at the sockets is free
         runtime_dir.chmod(0o755)
-        (folder,) = runtime_dir.iterdir()
+        folder = sockets_folder(runtime_dir)
         folder.chmod(0o755)
         for name in SOCKET_NAMES:
             (folder / name).chmod(0o777)
@@ -67,7 +68,7 @@ def test_a_sidecar_refuses_a_folder_that_others_may_enter(runtime_dir: Path, mon
     start = SidecarProcess._start
 
     def opened(self: SidecarProcess, *descriptors: int) -> Any:
-        (folder,) = runtime_dir.iterdir()
+        folder = sockets_folder(runtime_dir)
         folder.chmod(0o755)
         return start(self, *descriptors)
 

@@ -54,6 +54,8 @@ def campaign(transport: str, num_kills: int, seed: int, plan: Path) -> tuple[lis
                 if choices.integer(0, 1):
                     point = all_points[choices.integer(0, len(all_points) - 1)]
                     plan.write_text(f"{point} {choices.integer(1, 4)}")
+                if choices.integer(0, 3) == 0:
+                    trio.change_subscriber()
                 trio.make_calls(choices, CALLS_A_ROUND)
                 trio.recover()
                 submit_two(trio)
