@@ -2,7 +2,8 @@
 
 An arm's `submit` is what the runner pays on its way to the next forward pass. Later it waits for the step, and `read`
 takes what was delivered, and says when the step could be seen. What arms committed and delivered is compared with
-the first arm's at the end of a run (`check_equal`).
+the first arm's at the end of a run (`check_equal`); logprobs are compared with what came with the steps, between rounds
+(`settle`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from typing import Protocol
 import numpy as np
 
 import asyncbook
-from asyncbook import Book, StepOutputs
+from asyncbook import Book, Logprobs, StepOutputs
+from asyncbook.bench.delivered import ArmsDiffer, Delivered, Delivery, without_begun
 from asyncbook.bench.per_row_loop import PerRowLists, PerRowLoop
-from asyncbook.bench.workloads import EOS_TOKEN_ID, MIN_TOKENS, NUM_PROMPT_TOKENS, STOP_TOKEN_IDS, Steps
+from asyncbook.bench.per_row_outputs import BatchedLogprobs, LogprobColumns, PerRowLogprobs, PerRowText
+from asyncbook.bench.story import STOP
+from asyncbook.bench.workloads import NUM_PROMPT_TOKENS, Steps
+from asyncbook.output_logprobs import TokenLogprobs
 
 LOOP, NUMPY, EMBEDDED, THREAD = "loop", "numpy (PR)", "embedded", "thread"
 ZMQ, RING = "sidecar zmq", "sidecar ring"
 TIMEOUT_S = 60.0
 
-
-class ArmsDiffer(Exception):
-    """Two arms committed or delivered different things."""
+# Request, ids and finish reason of each output; their texts; their logprobs.
+LoopStep = tuple[list[tuple[str, list[int], int]], list[str] | None, list[TokenLogprobs] | LogprobColumns | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,44 +73,80 @@ class Arm(Protocol):
 
     def finish_reason(self, row: int) -> int: ...
 
+    def settle(self) -> None:
+        """Looks at what was read since the last time. It is no part of what is measured. Raises `ArmsDiffer` for
+        logprobs that did not come with the steps."""
+
+    def text(self, row: int) -> str:
+        """What was delivered, or could be, of the row's text: all that can become no stop string any more."""
+
+    def cumulative_logprob(self, row: int) -> float: ...
+
 
 class LoopArm:
-    """A loop over the rows, in the runner's thread."""
+    """A loop over the rows, in the runner's thread. Logprobs are objects, or columns where the loop is batched."""
 
     sidecar_pid = None
     works_elsewhere = False
 
     def __init__(self, steps: Steps, kind: type[PerRowLoop]) -> None:
-        stop_token_ids = (*STOP_TOKEN_IDS, EOS_TOKEN_ID) if steps.workload.has_stops else ()
-        min_tokens = MIN_TOKENS if stop_token_ids else 0
-        self._loop = kind(steps.num_rows, steps.max_model_len, NUM_PROMPT_TOKENS, stop_token_ids, min_tokens)
+        num_rows, prompt, text, logprobs = steps.num_rows, steps.prompt, None, None
+        if steps.story is not None:
+            text = PerRowText(steps.story.tokenizer, prompt, num_rows, STOP, steps.min_tokens)
+        if steps.workload.num_logprobs is not None:
+            is_batched, width = issubclass(kind, PerRowLists), 1 + steps.workload.num_logprobs
+            logprobs = BatchedLogprobs(num_rows, steps.max_model_len, width) if is_batched else PerRowLogprobs(num_rows)
+        self._loop = kind(
+            num_rows, steps.max_model_len, NUM_PROMPT_TOKENS, steps.stop_token_ids, steps.min_tokens, text, logprobs
+        )
+        self._text, self._logprobs = text, logprobs
         self._steps = steps
-        self._unread: deque[tuple[Seen, list[tuple[str, list[int], int]]]] = deque()
+        self._unread: deque[tuple[Seen, LoopStep]] = deque()
+        self._unsettled: list[LoopStep] = []
+        self._delivered = Delivered(steps)
         self.num_applied = 0
         self.num_delivered = self.checksum = 0
 
     def submit(self, step: int) -> None:
+        loop, steps = self._loop, self._steps
         start_ns = time.monotonic_ns()
-        self._loop.submit(self._steps.sampled[step], self._steps.drafts_of(step))
+        loop.submit(steps.sampled[step], steps.drafts_of(step), steps.logprobs_of(step))
         end_ns = time.monotonic_ns()
-        self._unread.append((Seen(end_ns, end_ns - start_ns), self._loop.outputs))
+        self._unread.append((Seen(end_ns, end_ns - start_ns), (loop.outputs, loop.texts, loop.logprobs)))
         self.num_applied = step + 1
 
     def wait(self, step: int) -> None:
         pass
 
     def read(self, step: int) -> Seen:
-        seen, outputs = self._unread.popleft()
-        for _, ids, _ in outputs:
+        seen, delivered = self._unread.popleft()
+        for _, ids, _ in delivered[0]:
             self.num_delivered += len(ids)
             self.checksum += sum(ids)
+        if self._text is not None or self._logprobs is not None:
+            self._unsettled.append(delivered)
         return seen
+
+    def settle(self) -> None:
+        for outputs, texts, logprobs in self._unsettled:
+            rows = [int(request_id.removeprefix("request-")) for request_id, _, _ in outputs]
+            self._delivered.add(Delivery(rows, [len(ids) for _, ids, _ in outputs], texts, logprobs))
+        self._unsettled.clear()
 
     def history(self, row: int) -> np.ndarray:
         return self._loop.token_ids[row, NUM_PROMPT_TOKENS : self._loop.num_tokens_no_spec[row]]
 
     def finish_reason(self, row: int) -> int:
         return self._loop.finish_reasons[row]
+
+    def text(self, row: int) -> str:
+        if self._text is None:
+            return ""
+        text = self._delivered.text(row) + self._text.undelivered(row)
+        return text if self.finish_reason(row) else without_begun(text, STOP)
+
+    def cumulative_logprob(self, row: int) -> float:
+        return 0.0 if self._logprobs is None else float(self._logprobs.cumulative[row])
 
 
 class BookArm:
@@ -116,12 +156,16 @@ class BookArm:
         self.book = book
         self.works_elsewhere = book.sidecar_pid is not None
         self._steps = steps
-        prompt, params = np.arange(NUM_PROMPT_TOKENS), steps.params()
+        prompt, params = steps.prompt, steps.params()
         self._rows = [book.admit(f"request-{row}", prompt, params) for row in range(steps.num_rows)]
         num_spec_tokens = steps.workload.num_spec_tokens
         drafts = [num_spec_tokens] * steps.num_rows if num_spec_tokens else None
         # The whole prompt is computed by the first step, which verifies drafts as well: every step has the same batch.
         self._batch = book.batch(self._rows, num_draft_tokens=drafts)
+        self._brings = steps.given is not None or steps.story is not None
+        self._unsettled: list[StepOutputs] = []
+        self._delivered = Delivered(steps)
+        self._cumulative = np.zeros(steps.num_rows)
         self.num_delivered = self.checksum = 0
 
     @property
@@ -133,7 +177,10 @@ class BookArm:
         return self.book.sidecar_pid
 
     def submit(self, step: int) -> None:
-        self.book.submit(self._batch, self._steps.sampled[step], draft_token_ids=self._steps.drafts_of(step))
+        steps = self._steps
+        self.book.submit(
+            self._batch, steps.sampled[step], logprobs=steps.logprobs_of(step), draft_token_ids=steps.drafts_of(step)
+        )
 
     def wait(self, step: int) -> None:
         self.book.wait_applied(step + 1, TIMEOUT_S)
@@ -148,6 +195,26 @@ class BookArm:
         for outputs in delivered:
             self.num_delivered += outputs.token_ids.size
             self.checksum += int(outputs.token_ids.sum(dtype=np.int64))
+        if self._brings:
+            self._unsettled += delivered
+
+    def settle(self) -> None:
+        for outputs in self._unsettled:
+            rows = [int(request_id.removeprefix("request-")) for request_id in outputs.request_ids]
+            counts, logprobs, found = np.diff(outputs.offsets).tolist(), None, outputs.logprobs
+            k = self._steps.workload.num_logprobs
+            if k is not None and found is not None and (found.num_logprobs == k).all():
+                shape = (-1, 1 + k)
+                logprobs = LogprobColumns(found.token_ids.reshape(shape), found.logprobs.reshape(shape), found.ranks)
+                self._cumulative[rows] = found.cumulative
+            self._delivered.add(Delivery(rows, counts, outputs.texts, logprobs))
+        self._unsettled.clear()
+
+    def text(self, row: int) -> str:
+        return self._delivered.text(row)
+
+    def cumulative_logprob(self, row: int) -> float:
+        return float(self._cumulative[row])
 
     def history(self, row: int) -> np.ndarray:
         return self.book.output_token_ids(self._rows[row])
@@ -158,13 +225,13 @@ class BookArm:
 
 class ThreadArm(BookArm):
     """What one would write first: an embedded book in a thread of the runner's process, fed through a queue. It copies
-    the ids, for the sampler's array is overwritten while the thread has yet to look at them, and it shares the
+    what comes, for the sampler's arrays are overwritten while the thread has yet to look at them, and it shares the
     interpreter's lock with the runner."""
 
     def __init__(self, book: Book, steps: Steps) -> None:
         super().__init__(book, steps)
         self.works_elsewhere = True
-        self._todo: SimpleQueue[tuple[int, np.ndarray, np.ndarray | None] | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[int, np.ndarray, np.ndarray | None, Logprobs | None] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[Seen, list[StepOutputs]] | BaseException] = SimpleQueue()
         self._waited: deque[tuple[Seen, list[StepOutputs]]] = deque()
         self._num_applied = 0
@@ -176,15 +243,17 @@ class ThreadArm(BookArm):
         return self._num_applied
 
     def submit(self, step: int) -> None:
-        drafts = self._steps.drafts_of(step)
-        self._todo.put((step, self._steps.sampled[step].copy(), None if drafts is None else drafts.copy()))
+        drafts, logprobs = self._steps.drafts_of(step), self._steps.logprobs_of(step)
+        if logprobs is not None:
+            logprobs = Logprobs(*(array.copy() for array in logprobs))
+        self._todo.put((step, self._steps.sampled[step].copy(), None if drafts is None else drafts.copy(), logprobs))
 
     def _work(self) -> None:
         try:
             while (todo := self._todo.get()) is not None:
-                step, sampled, drafts = todo
+                step, sampled, drafts, logprobs = todo
                 start_ns = time.monotonic_ns()
-                self.book.submit(self._batch, sampled, draft_token_ids=drafts)
+                self.book.submit(self._batch, sampled, logprobs=logprobs, draft_token_ids=drafts)
                 published_ns = time.monotonic_ns()
                 self._num_applied = step + 1
                 self._done.put((Seen(published_ns, published_ns - start_ns), self.book.poll_outputs()))
@@ -257,6 +326,14 @@ ARMS: dict[str, OpenArm] = {
 }
 
 
+def settle(name: str, arm: Arm) -> None:
+    """Lets an arm look at what it has read. Raises `ArmsDiffer`."""
+    try:
+        arm.settle()
+    except ArmsDiffer as error:
+        raise ArmsDiffer(f"{name} {error}") from None
+
+
 def check_equal(arms: dict[str, Arm], num_rows: int) -> None:
     """Raises `ArmsDiffer` where an arm committed or delivered something else than the first one."""
     (first, expected), *others = arms.items()
@@ -269,3 +346,7 @@ def check_equal(arms: dict[str, Arm], num_rows: int) -> None:
                 raise ArmsDiffer(f"{name} and {first} differ in the history of row {row}")
             if arm.finish_reason(row) != expected.finish_reason(row):
                 raise ArmsDiffer(f"{name} and {first} differ in the finish reason of row {row}")
+            if arm.text(row) != expected.text(row):
+                raise ArmsDiffer(f"{name} and {first} differ in the text of row {row}")
+            if arm.cumulative_logprob(row) != expected.cumulative_logprob(row):
+                raise ArmsDiffer(f"{name} and {first} differ in the cumulative logprob of row {row}")

@@ -7,13 +7,15 @@ it, in `arms.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from asyncbook.bench.about import command_line, describe_run, make_console, note, write_json
-from asyncbook.bench.options import choices, import_extra, numbers
+from asyncbook.bench.options import choices, import_extra, numbers, tokenizer_option
+from asyncbook.bench.story import Story, open_story
 from asyncbook.bench.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -30,13 +32,14 @@ Case = dict[str, Any]  # workload, rows, interval_ms, and by arm what `pacing.su
 
 
 @click.command("critical-path")
-@click.option("--workloads", callback=choices(tuple(WORKLOADS)), default="plain,drafts,stops", show_default=True,
-              help=f"Some of {','.join(WORKLOADS)}.")  # fmt: skip
+@click.option("--workloads", callback=choices(tuple(WORKLOADS)), default="plain,drafts,stops,logprobs,text",
+              show_default=True, help=f"Some of {','.join(WORKLOADS)}.")  # fmt: skip
 @click.option("--rows", callback=numbers(1), default="1,8,64,256,1024,4096", show_default=True)
 @click.option("--interval-ms", "intervals_ms", callback=numbers(0.1), default="5", show_default=True,
               help="From step to step; several with commas.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), default=300, show_default=True, help="To count, for each arm.")
 @click.option("--arms", callback=choices(ARM_NAMES), help=f"Some of {','.join(ARM_NAMES)}.  [default: all]")
+@tokenizer_option
 @click.option("--peer", type=click.Choice(["vllm"]), help="Real vLLM's functions as well, where it is importable.")
 @click.option("--quick", is_flag=True, help="One workload, two sizes, 50 steps: about 20 seconds.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Writes everything there.")
@@ -49,6 +52,7 @@ def critical_path_command(
     intervals_ms: tuple[float, ...],
     steps: int,
     arms: tuple[str, ...] | None,
+    tokenizer: Path | None,
     peer: str | None,
     quick: bool,
     json_path: Path | None,
@@ -64,13 +68,35 @@ def critical_path_command(
         workloads, rows, intervals_ms, steps = QUICK["workloads"], QUICK["rows"], QUICK["intervals_ms"], QUICK["steps"]
     about = describe_run(command_line(context, "bench critical-path"))
     console = make_console(about)
-    cases, is_complete = run_cases(console, workloads, rows, intervals_ms, steps, arms or ARM_NAMES, peer)
+    with open_workloads(console, workloads, tokenizer) as (workloads, story):
+        cases, is_complete = run_cases(
+            console, workloads, rows, intervals_ms, steps, arms or ARM_NAMES, peer, story=story
+        )
     if json_path is not None:
         write_json(json_path, about, {"complete": is_complete, "cases": cases})
     if plot_path is not None and cases:
         from asyncbook.bench.pictures import draw_critical_path
 
         draw_critical_path(plot_path, cases, note(about))
+
+
+@contextmanager
+def open_workloads(
+    console: Console, names: tuple[str, ...], tokenizer: Path | None
+) -> Iterator[tuple[tuple[str, ...], Story | None]]:
+    """The workloads that can be run here, and the story for those with text. Raises `click.ClickException` where none
+    is left."""
+    with ExitStack() as stack:
+        story = None
+        if any(WORKLOADS[name].has_text for name in names):
+            try:
+                story = stack.enter_context(open_story(tokenizer))
+            except click.ClickException as error:
+                names = tuple(name for name in names if not WORKLOADS[name].has_text)
+                if not names:
+                    raise
+                console.print(f"workloads with text are left out: {error.message}")
+        yield names, story
 
 
 def run_cases(
@@ -82,13 +108,16 @@ def run_cases(
     arms: tuple[str, ...],
     peer: str | None = None,
     show: bool = True,
+    story: Story | None = None,
 ) -> tuple[list[Case], bool]:
     """Measures with a progress bar, and shows a table as each case is done. False where Ctrl-C ended it early."""
     from rich.progress import Progress
 
-    from asyncbook.bench.arms import ArmsDiffer
+    from asyncbook.bench.delivered import ArmsDiffer
     from asyncbook.bench.pacing import histogram_us, measure, summary
 
+    if peer == "vllm":
+        _say_what_vllm_does(console, workloads)
     cases: list[Case] = []
     with Progress(console=console, transient=True) as progress:
         todo = list(_cases(workloads, rows, intervals_ms, num_steps))
@@ -98,7 +127,9 @@ def run_cases(
             progress.update(task, description=f"{name}, {num_rows} rows, {pace.interval_ms:g} ms")
             openers = _openers(arms, peer, name)
             try:
-                measured = measure(WORKLOADS[name], num_rows, pace, openers, lambda: progress.advance(task))
+                measured = measure(
+                    WORKLOADS[name], num_rows, pace, openers, lambda: progress.advance(task), story=story
+                )
             except ArmsDiffer as error:
                 raise click.ClickException(f"{name}, {num_rows} rows: {error}") from error
             case["arms"] = summary(measured)
@@ -137,6 +168,14 @@ def _openers(arms: tuple[str, ...], peer: str | None, workload: str) -> dict[str
     return openers
 
 
+def _say_what_vllm_does(console: Console, workloads: tuple[str, ...]) -> None:
+    from asyncbook.bench.vllm_arms import can_run
+
+    others = [name for name in workloads if not can_run(name)]
+    if others:
+        console.print(f"vLLM's functions are left out of {', '.join(others)}: each does a part of that work, or more")
+
+
 def case_table(case: Case) -> Table:
     """One line an arm."""
     from rich.table import Table
@@ -145,6 +184,7 @@ def case_table(case: Case) -> Table:
         f"\n{case['workload']}, {case['rows']} rows, a step each {case['interval_ms']:g} ms: us of the runner a step"
     )
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.caption, table.caption_justify = remark_on(case), "left"
     headings = ("arm", "p50", "p90", "p99", "max", "due p99", "late", "of loop", "publ. p50", "p99")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
@@ -156,3 +196,8 @@ def case_table(case: Case) -> Table:
         ends = (late, share, f"{published['p50']:,.0f}", f"{published['p99']:,.0f}")
         table.add_row(name, *(f"{us:,.0f}" for us in cells), *ends)
     return table
+
+
+def remark_on(case: Case) -> str | None:
+    """A line under a table: what its reader has to know of an arm."""
+    return WORKLOADS[case["workload"]].remark if "numpy (PR)" in case["arms"] else None

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from asyncbook.bench.about import command_line, describe_run, make_console, note, write_json
-from asyncbook.bench.critical_path import Case, run_cases
-from asyncbook.bench.options import choices, import_extra, numbers
+from asyncbook.bench.critical_path import Case, open_workloads, run_cases
+from asyncbook.bench.options import choices, import_extra, numbers, tokenizer_option
 from asyncbook.bench.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ QUICK_ROWS, QUICK_STEPS = (1, 16, 256), 25
 @click.option("--rows", callback=numbers(1), default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096", show_default=True)
 @click.option("--interval-ms", type=click.FloatRange(0.1), default=5.0, show_default=True, help="From step to step.")
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True, help="To count, for each arm.")
+@tokenizer_option
 @click.option("--quick", is_flag=True, help="One workload, three sizes, 25 steps: about 20 seconds.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Writes everything there.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draws a picture there.")
@@ -42,6 +43,7 @@ def crossover_command(
     rows: tuple[int, ...],
     interval_ms: float,
     steps: int,
+    tokenizer: Path | None,
     quick: bool,
     json_path: Path | None,
     plot_path: Path | None,
@@ -55,7 +57,8 @@ def crossover_command(
     rows, steps = (QUICK_ROWS, QUICK_STEPS) if quick else (tuple(sorted(rows)), steps)
     about = describe_run(command_line(context, "bench crossover"))
     console = make_console(about)
-    cases, is_complete = run_cases(console, chosen, rows, (interval_ms,), steps, ARMS, show=False)
+    with open_workloads(console, chosen, tokenizer) as (chosen, story):
+        cases, is_complete = run_cases(console, chosen, rows, (interval_ms,), steps, ARMS, show=False, story=story)
     found = crossovers(cases)
     if cases:
         console.print(cost_table(cases), crossover_table(found, rows))

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncbook.bench.arms import Arm, OpenArm, check_equal
+from asyncbook.bench.arms import Arm, OpenArm, check_equal, settle
 from asyncbook.bench.pacing import percentiles_us
 from asyncbook.bench.workloads import Steps
 from asyncbook.demo.timeline import FORWARD, LAUNCH, WAIT, Span, Timeline
@@ -257,6 +257,8 @@ def measure(
                 for name in order.permutation(list(loops)):
                     loops[name].run = runs[name] if start else LoopRun(name)
                     loops[name].stretch(range(start, min(start + stretch_steps, steps.num_steps)))
+                    if name in arms:
+                        settle(name, arms[name])
                 on_stretch()
             check_equal(arms, steps.num_rows)
         except KeyboardInterrupt:

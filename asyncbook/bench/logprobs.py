@@ -53,7 +53,7 @@ class LogprobsArm(BookArm):
     """A book whose requests all ask for the same."""
 
     def __init__(self, book: asyncbook.Book, steps: Steps, brings: bool, k: int | None) -> None:
-        super().__init__(book, AskingSteps(steps.workload, steps.sampled, steps.drafts, k))
+        super().__init__(book, AskingSteps(steps.workload, steps.sampled, steps.drafts, k=k))
         self._brings = brings
         rng = np.random.default_rng(steps.num_rows)
         self._given = Logprobs(

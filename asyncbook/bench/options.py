@@ -1,13 +1,19 @@
-"""Options that take a list with commas between its parts."""
+"""Options that several benchmarks have: lists with commas between their parts, and the tokenizer."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
+tokenizer_option = click.option(
+    "--tokenizer",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A tokenizer.json, for workloads with text.  [default: SmolLM2's, where it is installed]",
+)
 Callback = Callable[[click.Context, click.Parameter, str | None], Any]
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from asyncbook.bench.about import command_line, describe_run, make_console, note, write_json
-from asyncbook.bench.critical_path import ARM_NAMES
-from asyncbook.bench.options import choices, import_extra, numbers
+from asyncbook.bench.critical_path import ARM_NAMES, open_workloads, remark_on
+from asyncbook.bench.options import choices, import_extra, numbers, tokenizer_option
+from asyncbook.bench.story import Story
 from asyncbook.bench.workloads import WORKLOADS, make_steps
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from asyncbook.bench.engine_loop import LoopRun
 
 FORWARD_KINDS = ("sleep", "spin", "model")  # those of `engine_loop.FORWARDS`
-QUICK: dict[str, Any] = {"rows": (256,), "lags": (0, 1), "steps": 60}
+QUICK: dict[str, Any] = {"rows": (256,), "lags": (0, 1), "steps": 30}
 STRETCH_STEPS = 30
 
 Case = dict[str, Any]  # forward, forward_ms, workload, rows, lag, and by arm what `engine_loop.summary` says
@@ -35,7 +36,8 @@ Case = dict[str, Any]  # forward, forward_ms, workload, rows, lag, and by arm wh
 @click.option("--lags", callback=choices(("0", "1")), default="0,1", show_default=True)
 @click.option("--steps", type=click.IntRange(2), default=240, show_default=True, help="To count, for each arm.")
 @click.option("--arms", callback=choices(ARM_NAMES), help=f"Some of {','.join(ARM_NAMES)}.  [default: all]")
-@click.option("--quick", is_flag=True, help="One size, 60 steps: about 20 seconds.")
+@tokenizer_option
+@click.option("--quick", is_flag=True, help="One size, 30 steps: about 20 seconds.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Writes everything there.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="Draws ten steps there.")
 @click.option("--trace", "trace_path", type=click.Path(dir_okay=False, path_type=Path),
@@ -50,6 +52,7 @@ def overlap_command(
     lags: tuple[str, ...],
     steps: int,
     arms: tuple[str, ...] | None,
+    tokenizer: Path | None,
     quick: bool,
     json_path: Path | None,
     plot_path: Path | None,
@@ -67,7 +70,10 @@ def overlap_command(
         rows, lag_numbers, steps = QUICK["rows"], QUICK["lags"], QUICK["steps"]
     about = describe_run(command_line(context, "bench overlap"))
     console = make_console(about)
-    cases, runs, is_complete = _run(console, forward, forward_ms, workload, rows, lag_numbers, steps, arms or ARM_NAMES)
+    with open_workloads(console, (workload,), tokenizer) as (_, story):
+        cases, runs, is_complete = _run(
+            console, forward, forward_ms, workload, rows, lag_numbers, steps, arms or ARM_NAMES, story
+        )
     if json_path is not None:
         write_json(json_path, about, {"complete": is_complete, "cases": cases})
     if trace_path is not None:
@@ -82,12 +88,13 @@ def overlap_command(
 
 def _run(
     console: Console, kind: str, forward_ms: float, workload: str, rows: tuple[int, ...], lags: tuple[int, ...],
-    num_steps: int, arms: tuple[str, ...],
+    num_steps: int, arms: tuple[str, ...], story: Story | None,
 ) -> tuple[list[Case], list[LoopRun], bool]:  # fmt: skip
     """Measures with a progress bar, and shows a table as each case is done."""
     from rich.progress import Progress
 
-    from asyncbook.bench.arms import ARMS, ArmsDiffer
+    from asyncbook.bench.arms import ARMS
+    from asyncbook.bench.delivered import ArmsDiffer
     from asyncbook.bench.engine_loop import FORWARDS, measure, summary
 
     openers = {name: ARMS[name] for name in ARMS if name in arms}
@@ -100,7 +107,7 @@ def _run(
         for num_rows, lag in ((num_rows, lag) for num_rows in rows for lag in lags):
             case: Case = {"forward": kind, "forward_ms": forward_ms, "workload": workload, "rows": num_rows, "lag": lag}
             progress.update(task, description=f"{num_rows} rows, lag {lag}")
-            steps = make_steps(WORKLOADS[workload], num_rows, total_steps)
+            steps = make_steps(WORKLOADS[workload], num_rows, total_steps, story=story)
             make_forward = partial(FORWARDS[kind], forward_ms)
             try:
                 runs, is_complete = measure(steps, openers, make_forward, lag, stretch, lambda: progress.advance(task))
@@ -128,6 +135,7 @@ def case_table(case: Case) -> Table:
         f"\n{case['workload']}, {case['rows']} rows, lag {case['lag']}, forward pass ({case['forward']}){length}; us"
     )
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.caption, table.caption_justify = remark_on(case), "left"
     for heading in ("arm", "steps/s", "tokens/s", "gap", "p99", "exposed", "work", "hidden", "lag", "CPU"):
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
     for name, arm in case["arms"].items():

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncbook.bench.arms import LOOP, Arm, OpenArm, check_equal
+from asyncbook.bench.arms import LOOP, Arm, OpenArm, check_equal, settle
+from asyncbook.bench.story import Story
 from asyncbook.bench.workloads import Workload, make_steps
 
 LEAD_IN_STEPS = 5
@@ -110,9 +111,11 @@ def measure(
     openers: Mapping[str, OpenArm],
     on_round: Callable[[], None] = lambda: None,
     seed: int = 0,
+    story: Story | None = None,
 ) -> Measured:
-    """Runs the arms. Raises `ArmsDiffer` where they disagree on what was committed or delivered."""
-    steps = make_steps(workload, num_rows, pace.total_steps, seed)
+    """Runs the arms. Raises `ArmsDiffer` where they disagree on what was committed or delivered. `story` is for
+    workloads with text."""
+    steps = make_steps(workload, num_rows, pace.total_steps, seed, story)
     order = np.random.default_rng(seed)
     costs = {name: Costs() for name in openers}
     interval_ns, round_length = int(pace.interval_ms * 1e6), LEAD_IN_STEPS + pace.round_steps
@@ -126,6 +129,7 @@ def measure(
                 for name in order.permutation(list(arms)):
                     kept = costs[name] if start else Costs()
                     _pace(arms[name], range(start, start + round_length), interval_ns, kept)
+                    settle(name, arms[name])
                 on_round()
             check_equal(arms, num_rows)
         except KeyboardInterrupt:

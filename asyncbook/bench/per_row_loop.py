@@ -1,7 +1,8 @@
 """The baselines: what engines do after the sampler today, one row at a time, in Python.
 
 The work of a step as in vLLM 0.32, in our own words: sampled ids become lists; each row's ids go into its history and
-token mask; its counters move; its output list grows; stop ids and lengths are checked; what is new is collected.
+token mask; its counters move; its output list grows; stop ids and lengths are checked; what is new is collected, with
+text and logprobs where there are any (`per_row_outputs.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from collections.abc import Collection
 
 import numpy as np
 
+from asyncbook import Logprobs
+from asyncbook.bench.per_row_outputs import BatchedLogprobs, LogprobColumns, PerRowLogprobs, PerRowText
+from asyncbook.output_logprobs import TokenLogprobs
+
 NONE, STOP, LENGTH = 0, 1, 2
 
 
 class PerRowLoop:
     """Persistent batch of `num_rows` requests, all decoding. Table int32 and mask bool [num_rows, max_model_len].
 
-    `stop_token_ids` end a request once it has put out `min_tokens`; the ids behind one are dropped.
+    `stop_token_ids` end a request once it has put out `min_tokens`; the ids behind one are dropped. `text` and
+    `logprobs` make what the outputs bring along: `texts` of each, and `logprobs` of each id.
     """
 
     def __init__(
@@ -26,6 +32,8 @@ class PerRowLoop:
         num_prompt_tokens: int,
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
+        text: PerRowText | None = None,
+        logprobs: PerRowLogprobs | BatchedLogprobs | None = None,
     ) -> None:
         self.token_ids = np.zeros((num_rows, max_model_len), np.int32)
         self.is_token_ids = np.zeros((num_rows, max_model_len), np.bool_)
@@ -36,18 +44,28 @@ class PerRowLoop:
         self.request_ids = [f"request-{row}" for row in range(num_rows)]
         self.finish_reasons = [NONE] * num_rows
         self.outputs: list[tuple[str, list[int], int]] = []
+        self.texts: list[str] | None = None
+        self.logprobs: list[TokenLogprobs] | LogprobColumns | None = None
+        self._rows = {request_id: row for row, request_id in enumerate(self.request_ids)}
+        self._text, self._logprobs = text, logprobs
+        self._until = self._until_stop if text is None else self._until_stop_string
         self._max_tokens = max_model_len - num_prompt_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
 
-    def submit(self, sampled_token_ids: np.ndarray, draft_token_ids: np.ndarray | None = None) -> None:
+    def submit(
+        self,
+        sampled_token_ids: np.ndarray,
+        draft_token_ids: np.ndarray | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
         """One step. `sampled_token_ids` int32 [n, 1+K], -1 pads; `draft_token_ids` int32 [n, K] for the next one."""
         drafts = None if draft_token_ids is None else draft_token_ids.tolist()
         self.outputs = []
         for row, ids in enumerate(self._lists(sampled_token_ids)):
             if not ids or self.finish_reasons[row]:
                 continue
-            ids, finish_reason = self._until_stop(row, ids)
+            ids, finish_reason = self._until(row, ids)
             start = self.num_tokens_no_spec[row]
             end = start + len(ids)
             self.token_ids[row, start:end] = ids
@@ -63,6 +81,18 @@ class PerRowLoop:
                 self.token_ids[row, end:num_tokens] = drafts[row]
                 self.is_token_ids[row, end:num_tokens] = True
                 self.num_tokens[row] = num_tokens
+        if self._text is not None or logprobs is not None:
+            self._report(logprobs)
+
+    def _report(self, logprobs: Logprobs | None) -> None:
+        """Text and logprobs of what is new."""
+        rows = [self._rows[request_id] for request_id, _, _ in self.outputs]
+        if self._text is not None:
+            finish_reasons = [finish_reason for _, _, finish_reason in self.outputs]
+            pairs = zip(rows, finish_reasons, strict=True)
+            self.texts = [self._text.take(row, finish_reason != NONE) for row, finish_reason in pairs]
+        if self._logprobs is not None and logprobs is not None:
+            self.logprobs = self._logprobs.append(rows, [len(ids) for _, ids, _ in self.outputs], logprobs)
 
     @staticmethod
     def _lists(sampled_token_ids: np.ndarray) -> list[list[int]]:
@@ -80,12 +110,25 @@ class PerRowLoop:
                     return ids[: i + 1], STOP
         return ids, LENGTH if num_outputs + len(ids) >= self._max_tokens else NONE
 
+    def _until_stop_string(self, row: int, ids: list[int]) -> tuple[list[int], int]:
+        """The same with text: an id that stops says nothing, and a stop string may end the request before it."""
+        assert self._text is not None
+        ids, finish_reason = self._until_stop(row, ids)
+        said = ids[:-1] if finish_reason == STOP else ids
+        num_kept = self._text.append(row, said, len(self.output_token_ids[row]))
+        return (ids, finish_reason) if num_kept < 0 else (ids[:num_kept], STOP)
+
 
 class PerRowLists(PerRowLoop):
     """The same with the 1-D arrays updated in one numpy call each, as vLLM's PR #25801 does; histories, masks and lists
     are still written row by row there."""
 
-    def submit(self, sampled_token_ids: np.ndarray, draft_token_ids: np.ndarray | None = None) -> None:
+    def submit(
+        self,
+        sampled_token_ids: np.ndarray,
+        draft_token_ids: np.ndarray | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
         drafts = None if draft_token_ids is None else draft_token_ids.tolist()
         self.outputs = []
         rows: list[int] = []
@@ -94,7 +137,7 @@ class PerRowLists(PerRowLoop):
         for row, ids in enumerate(self._lists(sampled_token_ids)):
             if not ids or self.finish_reasons[row]:
                 continue
-            ids, finish_reason = self._until_stop(row, ids)
+            ids, finish_reason = self._until(row, ids)
             start = starts[row]
             end = start + len(ids)
             self.token_ids[row, start:end] = ids
@@ -115,3 +158,5 @@ class PerRowLists(PerRowLoop):
         if draft_token_ids is not None:
             goes_on = np.array(self.finish_reasons)[changed] == NONE
             self.num_tokens[changed[goes_on]] += draft_token_ids.shape[1]
+        if self._text is not None or logprobs is not None:
+            self._report(logprobs)

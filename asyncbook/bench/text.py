@@ -12,18 +12,16 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
 import click
 import numpy as np
 
+from asyncbook.bench.story import LAST_WORDS, STOP, story_text
 from asyncbook.ipc import jit
 from asyncbook.worker.text import TextRows
 
-STOP = ("the end.", "\n\n\n\n")
-LAST_WORDS = " this is the end."
 STEPS_PER_ROUND = 20
 WARM_UP_STEPS = 20
 GOAL = 300_000
@@ -108,12 +106,6 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def _story() -> str:
-    """A few thousand tokens of natural language."""
-    lines = (files("asyncbook.demo") / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return " ".join(json.loads(line)["prompt"] for line in lines)
-
-
 def make_arms(tokenizer: Path, prompts: Sequence[list[int]]) -> dict[str, Arm]:
     """All arms, with the same requests."""
     arms: dict[str, Arm] = {}
@@ -136,7 +128,7 @@ def measure(
 
     library = Tokenizer.from_file(str(tokenizer))
     prompt = library.encode("Tell me a story.", add_special_tokens=False).ids
-    story = library.encode(_story(), add_special_tokens=False).ids
+    story = library.encode(story_text(), add_special_tokens=False).ids
     last_words = library.encode(LAST_WORDS, add_special_tokens=False).ids
     total = WARM_UP_STEPS + num_steps
     # Each row is somewhere else in the story.

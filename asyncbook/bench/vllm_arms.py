@@ -84,6 +84,15 @@ class _VllmArm:
     def finish_reason(self, row: int) -> int:
         return 0
 
+    def settle(self) -> None:
+        pass
+
+    def text(self, row: int) -> str:
+        return ""
+
+    def cumulative_logprob(self, row: int) -> float:
+        return 0.0
+
 
 class BookkeepingArm(_VllmArm):
     """`GPUModelRunner._bookkeeping_sync`."""

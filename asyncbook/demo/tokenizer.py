@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import tokenizers
@@ -72,6 +73,10 @@ class ChatTokenizer:
         self._tokenizer.add_special_tokens(special)
         self.vocab_size = len(vocab)
         self.eos_token_id = eos_token_id
+
+    def save(self, path: Path) -> None:
+        """As a tokenizer.json."""
+        self._tokenizer.save(str(path))
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

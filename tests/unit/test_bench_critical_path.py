@@ -18,9 +18,11 @@ from asyncbook.bench import critical_path, pacing
 from asyncbook.bench.arms import ARMS, ArmsDiffer, LoopArm, Seen
 from asyncbook.bench.pacing import LEAD_IN_STEPS, Costs, Measured, Pace, measure, percentiles_us, summary
 from asyncbook.bench.per_row_loop import PerRowLists, PerRowLoop
+from asyncbook.bench.story import Story
 from asyncbook.bench.workloads import WORKLOADS, make_steps
+from tests.unit.text_oracle import byte_level
 
-TINY = ("bench", "critical-path", "--rows", "3", "--interval-ms", "0.5", "--steps", "6")
+TINY = ("bench", "critical-path", "--rows", "3", "--interval-ms", "0.5", "--steps", "6", "--workloads", "plain")
 IN_PROCESS = {name: ARMS[name] for name in ("loop", "numpy (PR)", "embedded", "thread")}
 
 
@@ -28,10 +30,19 @@ def run(*arguments: str):
     return CliRunner().invoke(main, list(arguments), catch_exceptions=False)
 
 
-def test_a_tiny_run_of_everything(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    path = tmp_path_factory.mktemp("story") / "tokenizer.json"
+    byte_level().save(str(path))
+    return Story.of(path)
+
+
+def test_a_tiny_run_of_everything(tmp_path: Path, story: Story) -> None:
     path, picture = tmp_path / "critical-path.json", tmp_path / "critical-path.png"
-    result = run(*TINY, "--workloads", "everything", "--json", str(path), "--plot", str(picture))
+    options = ("--workloads", "everything", "--tokenizer", str(story.tokenizer))
+    result = run(*TINY, *options, "--json", str(path), "--plot", str(picture))
     assert result.exit_code == 0, result.output
+    assert "numpy (PR) keeps logprobs in columns" in result.output
     assert picture.stat().st_size > 0
     report = json.loads(path.read_text())
     assert {"command", "started", "git_commit", "machine", "versions"} <= report.keys()
@@ -47,14 +58,14 @@ def test_a_tiny_run_of_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_arms_agree_on_every_workload(name: str) -> None:
-    measured = measure(WORKLOADS[name], 40, Pace(0.1, 10, round_steps=10), IN_PROCESS)
+def test_arms_agree_on_every_workload(name: str, story: Story) -> None:
+    measured = measure(WORKLOADS[name], 40, Pace(0.1, 10, round_steps=10), IN_PROCESS, story=story)
     assert measured.is_complete
     assert {len(cost.runner_ns) for cost in measured.costs.values()} == {10}
 
 
 def test_workloads_bring_what_they_say() -> None:
-    steps = make_steps(WORKLOADS["everything"], 100, 40)
+    steps = make_steps(WORKLOADS["drafts+stops"], 100, 40)
     arm = LoopArm(steps, PerRowLoop)
     for step in range(steps.num_steps):
         arm.submit(step)
@@ -64,8 +75,8 @@ def test_workloads_bring_what_they_say() -> None:
     assert set(np.unique(num_ids)) == {1, 2, 3, 4, 5}
 
 
-def test_both_loops_keep_the_same_columns() -> None:
-    steps = make_steps(WORKLOADS["everything"], 30, 30)
+def test_both_loops_keep_the_same_columns(story: Story) -> None:
+    steps = make_steps(WORKLOADS["everything"], 30, 30, story=story)
     arms = [LoopArm(steps, kind) for kind in (PerRowLoop, PerRowLists)]
     for step in range(steps.num_steps):
         for arm in arms:

@@ -19,8 +19,9 @@ from asyncbook.bench import engine_loop, overlap
 from asyncbook.bench.arms import ARMS
 from asyncbook.bench.engine_loop import FORWARDS, LIMIT, LoopRun, cpu_s_of, measure, summary
 from asyncbook.bench.workloads import WORKLOADS, make_steps
+from tests.unit.text_oracle import byte_level
 
-TINY = ("bench", "overlap", "--rows", "3", "--steps", "12", "--forward-ms", "0.5")
+TINY = ("bench", "overlap", "--rows", "3", "--steps", "12", "--forward-ms", "0.5", "--workload", "drafts+stops")
 IN_PROCESS = {name: ARMS[name] for name in ("loop", "embedded", "thread")}
 
 
@@ -30,7 +31,9 @@ def run(*arguments: str):
 
 def test_a_tiny_run_of_everything(tmp_path: Path) -> None:
     path, picture, trace = (tmp_path / name for name in ("overlap.json", "overlap.png", "overlap.trace.json"))
-    result = run(*TINY, "--json", str(path), "--plot", str(picture), "--trace", str(trace))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    options = ("--workload", "everything", "--tokenizer", str(tmp_path / "tokenizer.json"))
+    result = run(*TINY, *options, "--json", str(path), "--plot", str(picture), "--trace", str(trace))
     assert result.exit_code == 0, result.output
     assert picture.stat().st_size > 0
     report = json.loads(path.read_text())
@@ -62,7 +65,7 @@ def test_every_kind_of_forward_pass_is_named() -> None:
 def test_passes_run_one_after_the_other(kind: str, lag: int) -> None:
     if kind == "model":
         pytest.importorskip("torch")
-    steps = make_steps(WORKLOADS["everything"], 5, 12)
+    steps = make_steps(WORKLOADS["drafts+stops"], 5, 12)
     runs, is_complete = measure(steps, IN_PROCESS, partial(FORWARDS[kind], 0.2), lag, stretch_steps=6)
     assert is_complete
     for loop_run in runs:
