@@ -54,7 +54,8 @@ WORDS = tuple(word.name for word in Word)
 TORN = "torn checkpoint"
 
 
-ONCE = ("serve", "take over", "run", "restore")  # in the life of a process
+# In the life of a process, or where there is a subscriber now and then.
+ONCE = ("serve", "take over", "run", "restore", "BROADCAST_START", "BROADCAST_START_NUMBER", "BROADCAST_EPOCH")
 # Before the book is closed; and the store that comes once, where subscribers do not wait for a runner that never reads.
 NEVER = ("after serve", "after run", "before CUT_OFF_STEP", "after CUT_OFF_STEP")
 
