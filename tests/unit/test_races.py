@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncbook import sidecar
+from asyncbook import linked
 from asyncbook.ipc.layout import NO_WAKE
 from asyncbook.sidecar import SidecarBook
 from asyncbook.worker import duty
@@ -168,8 +168,8 @@ def test_the_bookkeeper_looks_for_a_sleeping_runner_behind_a_fence(
 
 def test_the_runner_says_that_it_waits_then_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    monkeypatch.setattr(sidecar, "fence", lambda: log.append("fence"))
-    monkeypatch.setattr(sidecar, "SPIN_NS", 0)
+    monkeypatch.setattr(linked, "fence", lambda: log.append("fence"))
+    monkeypatch.setattr(linked, "SPIN_NS", 0)
     book = SidecarBook.__new__(SidecarBook)
     book._wake_at_step = Recorder("wake_at_step", log)  # type: ignore[assignment]
     book._published_step = Recorder("published_step", log, load_acquire=[6, 6, 7])  # type: ignore[assignment]
