@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import reader_faults
 import text_faults
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,9 +202,7 @@ FAULTS = (
         "self.stop_token_ids + ([] if self.ignore_eos else self.eos_token_ids)",
         "[] if self.ignore_eos else self.stop_token_ids + self.eos_token_ids",
     ),
-    Fault(
-        "wider stop ids lose the others", LEDGER, "            wider[:, : self.stop_ids.shape[1]] = self.stop_ids\n", ""
-    ),
+    Fault("wider stop ids lose the others", LEDGER, "        wider[:, : self.stop_ids.shape[1]] = self.stop_ids\n", ""),
     Fault(
         "min_tokens at admission, one too early",
         LEDGER,
@@ -302,14 +301,22 @@ FAULTS = (
     ),
     Fault("logprobs stay in a released row", LOGPROBS, "self.table[row, :size] = 0", "self.table[row, :0] = 0"),
     Fault("the sum stays in a released row", LOGPROBS, "        self.cumulative[row] = 0.0\n", ""),
-    Fault("the sum dies with the sidecar", CHECKPOINT, "self._ledger.logprobs.derive_cumulative()", "pass"),
+    Fault(
+        "the sum dies with the sidecar",
+        CHECKPOINT,
+        "            ledger.logprobs.derive_cumulative()",
+        "            pass",
+    ),
     Fault(
         "the ring has no logprobs", STAGING, "header[_LOGPROBS_WIDTH] = logprobs_width", "header[_LOGPROBS_WIDTH] = 0"
     ),
 )
 
 
-ALL_FAULTS = (*FAULTS, *(Fault(*fault, tests=text_faults.TESTS) for fault in text_faults.FAULTS))
+ALL_FAULTS = (
+    *FAULTS,
+    *(Fault(*fault, tests=faults.TESTS) for faults in (text_faults, reader_faults) for fault in faults.FAULTS),
+)
 
 
 def copy_repository(copy: Path) -> dict[str, str]:
