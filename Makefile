@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := asyncbook ipc worker tests tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check stress bench mutate format clean
+.PHONY: help demo test test-vllm warm check stress bench mutate format clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -26,6 +26,9 @@ demo: $(VENV)/.installed  ## a real model, its bookkeeping done three ways; pict
 # Two at a time, a file each: much of a test is waiting for a process to start or a kernel to compile.
 test: $(VENV)/.installed  ## every test but the long runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+warm: $(VENV)/.installed  ## compiles the kernels, which the first use does otherwise
+	$(BIN)/python -c 'import asyncbook.worker.text; from asyncbook.ipc import jit; jit.compile_all()'
 
 check: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check $(SOURCES)

@@ -246,12 +246,12 @@ class LinkedBook(Book):
             is_ours = self._process.is_ours()
             if is_ours:
                 self._finish_recovery()
-            self._place.withdraw()
             self._is_closed = True  # from here on no call in another thread sends anything
             if is_ours:
                 self._channel.end_waits()
             if is_ours and not self._supervisor.is_down and self._process.is_alive():
                 self._stop_sidecar()
+            self._place.withdraw()  # only now has everything been delivered: to subscribers this says that it was
             self._waiters.forget_all()
             if is_ours:
                 self._channel.close()  # before the descriptors go that a call in another thread may look at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from pathlib import Path
@@ -149,7 +150,7 @@ class Subscription(OutputsReader):
         `RunnerDied` where the runner ended without closing the book."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._log.has_next:
-            left_ms = ASK_AGAIN_MS if deadline is None else int(1000 * (deadline - time.monotonic()))
+            left_ms = ASK_AGAIN_MS if deadline is None else math.ceil(1000 * (deadline - time.monotonic()))
             if left_ms <= 0:
                 return False
             self._receive()

@@ -83,11 +83,10 @@ def told(transport: str, times: list[float], num_at_points: int, seed: int) -> s
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_few_kills(tmp_path: Path, transport: str) -> None:
-    times, num_at_points = campaign(transport, 8, 1, tmp_path / "faults")
+def test_a_few_kills(tmp_path: Path) -> None:
+    times, num_at_points = campaign("ring", 8, 1, tmp_path / "faults")
     assert len(times) + num_at_points >= 8
-    print(told(transport, times, num_at_points, 1))
+    print(told("ring", times, num_at_points, 1))
 
 
 @pytest.mark.stress

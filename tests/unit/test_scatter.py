@@ -16,7 +16,8 @@ from asyncbook.worker.scatter import append_spans, assign_spans, scatter_columns
 from asyncbook.worker.scatter_kernels import WINDOW
 
 DTYPES = [np.int32, np.int64, np.bool_, np.float32]
-compiled = settings(deadline=None)  # the first call with new types compiles, which takes a second
+# The first call with new types compiles, which takes a second.
+compiled = settings(deadline=None, max_examples=40)
 
 
 def ints(*values: int, dtype: type = np.int64) -> np.ndarray:
