@@ -28,7 +28,7 @@ test: $(VENV)/.installed  ## every test but the long runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 warm: $(VENV)/.installed  ## compiles the kernels, which the first use does otherwise
-	$(BIN)/python -c 'import asyncbook.worker.text; from asyncbook.ipc import jit; jit.compile_all()'
+	$(BIN)/python -c 'import asyncbook.embedded, asyncbook.sidecar, asyncbook.worker.duty, asyncbook.worker.text; from asyncbook.ipc import jit; jit.compile_all()'
 
 check: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check $(SOURCES)
