@@ -11,6 +11,8 @@ from asyncbook.outputs import StepOutputs
 from asyncbook.rows import HeldRow, Row, RowRegistry
 from asyncbook.streams import PieceIterator, RequestOutput, RequestStream, Streams
 
+MAX_POLL_BYTES = 1 << 24
+
 
 class OutputsReader(ABC):
     """A source of deliveries, and whoever reads from it."""
@@ -49,7 +51,8 @@ class OutputsReader(ABC):
         there is room for, the rest comes in the next calls. Does not wait for more. Requests that have a `stream` are
         not among it."""
         self._await_flushed()
-        while self._sort_next():
+        # No longer than it takes to read so much: where steps come as quickly as they are read there is always more.
+        while self._streams.unclaimed_bytes < MAX_POLL_BYTES and self._sort_next():
             pass
         outputs = []
         while (step_outputs := self._streams.next_unclaimed()) is not None:

@@ -103,7 +103,7 @@ class Streams:
         self._keys_of = keys_of
         self._streams: dict[Hashable, RequestStream] = {}
         self._unclaimed: deque[StepOutputs] = deque()
-        self._unclaimed_bytes = 0
+        self.unclaimed_bytes = 0
         self._has_lost = False
         self._lost: set[Hashable] = set()  # live requests of which something went
 
@@ -115,7 +115,7 @@ class Streams:
         if key in self._lost:
             raise OutputsLost(f"{_LOST} of request {key!r} as well; open its stream before its first output")
         stream = self._streams[key] = RequestStream()
-        waiting, self._unclaimed, self._unclaimed_bytes = self._unclaimed, deque(), 0
+        waiting, self._unclaimed, self.unclaimed_bytes = self._unclaimed, deque(), 0
         for step_outputs in waiting:
             self.sort(step_outputs)
         return stream
@@ -130,14 +130,14 @@ class Streams:
         rest = self._without_claimed(step_outputs) if self._streams else step_outputs
         if len(rest):
             self._unclaimed.append(rest)
-            self._unclaimed_bytes += rest.num_bytes
-            while self._unclaimed_bytes > MAX_UNCLAIMED_BYTES:
+            self.unclaimed_bytes += rest.num_bytes
+            while self.unclaimed_bytes > MAX_UNCLAIMED_BYTES:
                 self._lose(self._unclaimed.popleft())
         return rest is not step_outputs
 
     def _lose(self, step_outputs: StepOutputs) -> None:
         self._has_lost = True
-        self._unclaimed_bytes -= step_outputs.num_bytes
+        self.unclaimed_bytes -= step_outputs.num_bytes
         keys = self._keys_of(step_outputs)
         self._lost.update(keys)
         self._lost.difference_update(keys[i] for i in np.flatnonzero(step_outputs.finish_reasons).tolist())
@@ -178,5 +178,5 @@ class Streams:
         if not self._unclaimed:
             return None
         step_outputs = self._unclaimed.popleft()
-        self._unclaimed_bytes -= step_outputs.num_bytes
+        self.unclaimed_bytes -= step_outputs.num_bytes
         return step_outputs

@@ -358,6 +358,18 @@ def test_a_book_whose_outputs_are_for_subscribers_alone(book: Book) -> None:
                 quiet.poll_outputs()
 
 
+def test_a_poll_ends_however_quickly_more_comes(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncbook.reader.MAX_POLL_BYTES", 200)
+    with asyncbook.subscribe(book.address) as subscription:
+        for number in range(20):
+            run(book, f"{number}", [number])
+        num_pieces = []
+        while sum(num_pieces) < 20:
+            assert subscription.wait_outputs(TIMEOUT_S)
+            num_pieces.append(len(subscription.poll_outputs()))
+        assert len(num_pieces) > 2
+
+
 # In an event loop
 
 
