@@ -6,11 +6,10 @@ import asyncio
 import os
 import select
 import time
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
+from asyncbook.closing import Closing
 from asyncbook.committed import CommittedState
 from asyncbook.copies import FrameCopies
 from asyncbook.ipc import address as book_address
@@ -24,7 +23,7 @@ from asyncbook.rows import Row
 LOOK_MS = 1  # between two looks at how far the book is: nobody wakes a process that only reads
 
 
-class AttachedBook(CommittedState):
+class AttachedBook(CommittedState, Closing):
     """Made by `asyncbook.attach`. Costs the book's own process nothing, and cannot change anything in it.
 
     The book goes on while it is read here, so what is read has to be checked afterwards: `frame.check()`, or a `with`
@@ -179,9 +178,3 @@ class AttachedBook(CommittedState):
         if self._runner >= 0:
             os.close(self._runner)
             self._runner = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()

@@ -11,13 +11,13 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from time import monotonic, monotonic_ns
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from asyncbook.admission import check_request
 from asyncbook.batch import Batch, BatchSlots, check_ids, make_batch
+from asyncbook.closing import Closing
 from asyncbook.committed import CommittedState
 from asyncbook.config import DEFAULT_PARAMS, BookConfig, RequestParams, is_int
 from asyncbook.frame import Frame
@@ -58,7 +58,7 @@ def _disown_books() -> None:
 os.register_at_fork(after_in_child=_disown_books)
 
 
-class Book(CommittedState, BookOutputs):
+class Book(CommittedState, BookOutputs, Closing):
     """A book, used from one thread. Made by `asyncbook.open` or `asyncbook.spawn`."""
 
     _has_ring = False  # whether somebody takes steps from the sample ring
@@ -273,7 +273,7 @@ class Book(CommittedState, BookOutputs):
         self._post(wire.Release(self._next_seq(), row.index, row.generation))
         self._rows.release(row)
         if not self._keeps_outputs:
-            self._names.forget(held.request_no)
+            self._names.release(held.request_no, held.request_id)
 
     # Steps
 
@@ -394,23 +394,3 @@ class Book(CommittedState, BookOutputs):
         """Where other processes of this user find the book: for `asyncbook.attach` and `asyncbook.subscribe`. Raises
         `HandshakeFailed` where there was no place to say it."""
         return self._place.path
-
-    # Ends
-
-    async def aclose(self) -> None:
-        """`close` for an event loop."""
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.aclose()

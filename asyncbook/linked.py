@@ -7,22 +7,22 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
 
 from asyncbook.backlog import Backlog
 from asyncbook.book import Book
-from asyncbook.ipc import wire
+from asyncbook.config import BookConfig
+from asyncbook.ipc import jit, wire
+from asyncbook.ipc.channel import RunnerChannel
 from asyncbook.ipc.errors import BadMessage, HandshakeFailed, PeerError, SidecarDied, SidecarTimeout
-from asyncbook.ipc.layout import NO_WAKE
+from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
+from asyncbook.ipc.segment import Segment
 from asyncbook.journal import MAX_MESSAGES, Journal
+from asyncbook.place import Place
+from asyncbook.process import SidecarProcess
 from asyncbook.supervisor import Link, Supervisor
 from asyncbook.waiting import DescriptorWaiters
-
-if TYPE_CHECKING:
-    from asyncbook.ipc.channel import RunnerChannel
-    from asyncbook.process import SidecarProcess
 
 SPIN_NS = 20_000  # a wait looks for this long before it sleeps: most steps are applied by then
 SEND_TIMEOUT_MS = 100
@@ -34,21 +34,31 @@ RECOVERY_AT_CLOSE_S = 5.0
 class LinkedBook(Book):
     """What `SidecarBook` sends goes over this link, or into the journal while there is none."""
 
-    _channel: RunnerChannel
-    _process: SidecarProcess
-    _supervisor: Supervisor
-    _journal: Journal
-    _backlog: Backlog
-    _applied_seq: SharedWord
-    _wake_at_step: OwnWord
-    _num_restarts_word: OwnWord
-    _sidecar_pid_word: OwnWord
-    _awaited_steps: list[int]
-    _waiters: DescriptorWaiters
-    _fault: str
-    _refused_bytes: int | None  # of the message that did not fit last, until one would
-    _finalizer: weakref.finalize[..., LinkedBook]
-    _close_lock: threading.RLock
+    def __init__(
+        self, config: BookConfig, segment: Segment, place: Place, channel: RunnerChannel, process: SidecarProcess
+    ) -> None:
+        super().__init__(config, segment, place)
+        runner_words = self._layout.runner_words.view(self._runner_part, self._layout.runner_offset)
+        words = self._layout.words.view(segment.readable())
+        self._wake_at_step = OwnWord(runner_words, RunnerWord.WAKE_AT_STEP)
+        self._wake_at_step.store_release(NO_WAKE)
+        self._num_restarts_word = OwnWord(runner_words, RunnerWord.NUM_RESTARTS)
+        self._sidecar_pid_word = OwnWord(runner_words, RunnerWord.SIDECAR_PID)
+        self._sidecar_pid_word.store_release(process.pid or 0)
+        self._applied_seq = SharedWord(words, Word.APPLIED_SEQ)
+        self._backlog = Backlog(self._layout, self._applied_seq)
+        self._journal = Journal(SharedWord(words, Word.CHECKPOINT_SEQ).load_acquire)
+        self._channel, self._process = channel, process
+        self._awaited_steps: list[int] = []
+        self._waiters = DescriptorWaiters()
+        self._fault = ""
+        self._refused_bytes: int | None = None  # of the message that did not fit last, until one would
+        self._close_lock = threading.RLock()
+        jit.compile_all()
+        process.shake_hands(config.start_timeout_s)
+        self._supervisor = Supervisor(config, segment.descriptor, place, Link(channel, process))
+        # Runs at `close`, when the book is collected, or when the interpreter ends, whichever comes first.
+        self._finalizer = weakref.finalize(self, self._supervisor.end)
 
     # The sidecar's end, and the next one
 

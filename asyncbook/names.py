@@ -34,15 +34,10 @@ class Names:
         self._names[request_no] = None
         self._stop.pop(request_no, None)
 
-    def request_ids(self, columns: OutputColumns) -> list[str]:
-        """Of a delivery's requests."""
-        request_ids: list[str] = self._names[columns.request_nos].tolist()
-        return request_ids
-
     def step_outputs(self, step: int, columns: OutputColumns) -> StepOutputs:
         """A delivery with the requests' ids in the place of their numbers; those that have ended are forgotten."""
         request_nos = columns.request_nos
-        request_ids = self.request_ids(columns)
+        request_ids: list[str] = self._names[request_nos].tolist()
         finish_reasons = columns.finish_reasons.astype(np.uint8)
         stop_reasons = self._stop_reasons(columns) if self._has_texts else columns.stop_reasons
         if finish_reasons.any():
@@ -95,3 +90,8 @@ class RequestNames(Names):
     def forget(self, request_no: int) -> None:
         super().forget(request_no)
         self._free_nos.append(request_no)
+
+    def release(self, request_no: int, request_id: str) -> None:
+        """Nobody reads of the request, whose row is free. A number that was given back is not given back twice."""
+        if self._names[request_no] == request_id:
+            self.forget(request_no)

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncbook.backlog import Backlog
 from asyncbook.batch import Batch, check_ids
 from asyncbook.config import BookConfig
-from asyncbook.ipc import jit, wire
+from asyncbook.ipc import wire
 from asyncbook.ipc.channel import MAX_QUEUED_COMMANDS, RunnerChannel
-from asyncbook.ipc.errors import (
-    InFlightFull,
-    InvalidRequest,
-)
+from asyncbook.ipc.errors import InFlightFull, InvalidRequest
 from asyncbook.ipc.layout import NO_WAKE, RunnerWord, Word
 from asyncbook.ipc.outputs_log import OutputsLogReader
 from asyncbook.ipc.publish import OwnWord, fence
 from asyncbook.ipc.publish import Word as SharedWord
 from asyncbook.ipc.ring import SampleRingWriter
 from asyncbook.ipc.segment import Segment
-from asyncbook.journal import MAX_MESSAGES, Journal
+from asyncbook.journal import MAX_MESSAGES
 from asyncbook.linked import LinkedBook
 from asyncbook.logprobs import LogprobsArea
 from asyncbook.outputs import StepOutputs
 from asyncbook.place import Place
 from asyncbook.process import SidecarProcess
 from asyncbook.staging import NotAsTheyAre, StagingArea, stage_ids
-from asyncbook.supervisor import Link, Supervisor
-from asyncbook.waiting import DescriptorWaiters
 
 if TYPE_CHECKING:
     from asyncbook.device.link import DeviceLink
@@ -49,43 +41,21 @@ class SidecarBook(LinkedBook):
     def __init__(
         self, config: BookConfig, segment: Segment, place: Place, channel: RunnerChannel, process: SidecarProcess
     ) -> None:
-        super().__init__(config, segment, place)
-        runner_part = segment.runner_part()
+        super().__init__(config, segment, place, channel, process)
+        runner_part, memory = self._runner_part, segment.readable()
         runner_words = self._layout.runner_words.view(runner_part, self._layout.runner_offset)
-        self._wake_at_step = OwnWord(runner_words, RunnerWord.WAKE_AT_STEP)
-        self._wake_at_step.store_release(NO_WAKE)
-        self._num_restarts_word = OwnWord(runner_words, RunnerWord.NUM_RESTARTS)
-        self._sidecar_pid_word = OwnWord(runner_words, RunnerWord.SIDECAR_PID)
-        self._sidecar_pid_word.store_release(process.pid or 0)
+        words = self._layout.words.view(memory)
         self._wake_at_outputs = OwnWord(runner_words, RunnerWord.WAKE_AT_OUTPUTS)
         self._wake_at_outputs.store_release(NO_WAKE)
-        memory = self._segment.readable()
-        words = self._layout.words.view(memory)
         self._flushed_step = SharedWord(words, Word.FLUSHED_STEP)
         self._waits_for_room = SharedWord(words, Word.WAITS_FOR_ROOM)
         self._outputs_log = OutputsLogReader(self._layout, memory, runner_part)
         self._area = StagingArea(config.max_num_reqs, config.num_spec_tokens)
-        self._checkpoint_seq = SharedWord(words, Word.CHECKPOINT_SEQ)
         self._ring = SampleRingWriter(self._layout, runner_part, words)
         self._sends_by_ring = config.transport == "ring"
         own = [np.zeros(self._layout.ring_logprobs.shape[1], np.int32)]  # where steps are sent as messages
         # By ring slot, else the one.
         self._logprobs_areas = [LogprobsArea(slot) for slot in (self._ring.logprobs if self._sends_by_ring else own)]
-        self._applied_seq = SharedWord(words, Word.APPLIED_SEQ)
-        self._backlog = Backlog(self._layout, self._applied_seq)
-        self._channel = channel
-        self._process = process
-        self._journal = Journal(self._checkpoint_seq.load_acquire)
-        jit.compile_all()
-        process.shake_hands(config.start_timeout_s)
-        self._supervisor = Supervisor(config, segment.descriptor, place, Link(channel, process))
-        # Runs at `close`, when the book is collected, or when the interpreter ends, whichever comes first.
-        self._finalizer = weakref.finalize(self, self._supervisor.end)
-        self._awaited_steps: list[int] = []
-        self._waiters = DescriptorWaiters()
-        self._fault = ""
-        self._refused_bytes: int | None = None  # of the message that did not fit last, until one would
-        self._close_lock = threading.RLock()
 
     # Sending
 

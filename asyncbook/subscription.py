@@ -7,12 +7,12 @@ import contextlib
 import math
 import os
 import time
+import weakref
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
+from asyncbook.closing import Closing
 from asyncbook.ipc import address as book_address
 from asyncbook.ipc import wire
 from asyncbook.ipc.broadcast import BroadcastReader, NamesRecord
@@ -20,6 +20,7 @@ from asyncbook.ipc.channel import SubscriberChannel
 from asyncbook.ipc.errors import BookClosed, HandshakeFailed, InvalidRequest, OutputsLost, RunnerDied, SidecarTimeout
 from asyncbook.ipc.log_ring import Record
 from asyncbook.ipc.runtime_dir import start_time
+from asyncbook.ipc.segment import Segment
 from asyncbook.names import Names
 from asyncbook.outputs import StepOutputs
 from asyncbook.place import config_at
@@ -31,7 +32,7 @@ ASK_AGAIN_MS = 250  # a wake-up may be lost with the sidecar that was asked for 
 MIN_WAKE_MS = 1  # from wake-up to wake-up: where steps come quicker they are taken together, and cost less
 
 
-class Subscription(OutputsReader):
+class Subscription(OutputsReader, Closing):
     """Made by `asyncbook.subscribe`. Used from one thread. Any number of them disturb neither each other nor the book:
     nobody waits for a reader, and nothing is kept for one beyond the last 64 MiB of what was delivered. A reader that
     is further behind gets `OutputsLost`, and may subscribe again.
@@ -53,8 +54,14 @@ class Subscription(OutputsReader):
         self.config = config_at(self._address)
         self._names = Names(has_texts=self.config.tokenizer is not None)
         self._segment = book_address.open_segment(self._address)
-        self._channel = SubscriberChannel(self._folder)
+        try:
+            self._channel = SubscriberChannel(self._folder)
+        except BaseException:
+            self._segment.close()
+            raise
         self._runner = os.pidfd_open(self._address.pid)
+        # Runs at `close`, when the subscription is collected, or when the interpreter ends, whichever comes first.
+        self._finalizer = weakref.finalize(self, _end, self._channel, self._segment, self._runner, os.getpid())
         self._waiters = DescriptorWaiters()
         self._woken_s = self._asked_s = 0.0
         self._asked_position = -1  # what the sidecar was asked to wake this process at, and has not yet
@@ -149,6 +156,8 @@ class Subscription(OutputsReader):
         """Whether there is something to poll, after at most this long. Raises `BookClosed` where there never will be,
         `RunnerDied` where the runner ended without closing the book."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._is_closed:
+            raise BookClosed("the subscription is closed")
         while not self._log.has_next:
             left_ms = ASK_AGAIN_MS if deadline is None else math.ceil(1000 * (deadline - time.monotonic()))
             if left_ms <= 0:
@@ -231,29 +240,13 @@ class Subscription(OutputsReader):
     def close(self) -> None:
         """Idempotent. What was read stays readable."""
         self._is_closed = True
-        if self._runner < 0:
-            return
         self._waiters.forget_all()
-        self._channel.send(wire.Unsubscribe())
-        self._channel.close()
-        self._segment.close()
-        os.close(self._runner)
-        self._runner = -1
+        self._finalizer()
 
-    async def aclose(self) -> None:
-        """`close` for an event loop."""
-        self.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.close()
+def _end(channel: SubscriberChannel, segment: Segment, runner: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # in a forked child nothing of it is its own
+        channel.send(wire.Unsubscribe())
+        channel.close()
+        segment.close()
+        os.close(runner)

@@ -50,7 +50,7 @@ FAULTS = (
     (
         "a subscriber is answered before the requests are known",
         "worker/subscribers.py",
-        "        if not self.is_ready:\n",
+        "        if not self._knows_requests:\n",
         "        if False:\n",
     ),
 )

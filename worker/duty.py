@@ -62,8 +62,9 @@ class DutyCycle:
         self._bookkeeper = Bookkeeper(layout, memory, vocab_size, LogDelivery(self._log), self._log, text_rows)
         self._ledger = self._bookkeeper.ledger
         self._subscribers = Subscribers(
-            layout.subscribers.view(memory), self._ledger.work[Field.REQUEST_NO], channel, self._log, subscribers_token
-        )
+            layout.subscribers.view(memory), self._ledger.work[Field.REQUEST_NO], channel, self._log, subscribers_token,
+            is_restart=is_restart,
+        )  # fmt: skip
         self._warmth = Warmth(self._ledger)
         self._ring = SampleRingReader(layout, memory)
         self._arrivals = Arrivals(layout.histograms.view(memory)[Histogram.WAIT_FOR_TOKENS])
@@ -78,7 +79,6 @@ class DutyCycle:
         self._wake_at_step = SharedWord(runner_words, RunnerWord.WAKE_AT_STEP)
         self._wake_at_outputs = SharedWord(runner_words, RunnerWord.WAKE_AT_OUTPUTS)
         self._waits_for_restore = is_restart
-        self._subscribers.is_ready = not is_restart
         self._early: wire.AnyCommand | None = None  # came on the socket before a step that is in the ring
         self._woken_at_step = 0
         self._woken_at_outputs = 0
@@ -231,8 +231,7 @@ class DutyCycle:
         elif type(message) is wire.Release and self._ledger.work[Field.STATE, message.row] == State.FREE:
             directory.release(message.row)
         elif type(message) is wire.Restore:
-            directory.restore(message.rows)
-            self._subscribers.is_ready = True
+            self._subscribers.restore(message.rows)
 
     def _after_step(self) -> None:
         fence()

@@ -72,10 +72,17 @@ class _Subscriber:
 
 class Subscribers:
     """Of one book. `table`: `Layout.subscribers`, whose entries are those of a predecessor; `request_nos` [rows]: the
-    ledger's column."""
+    ledger's column. `is_restart`: the requests in the rows are not known before `restore`."""
 
     def __init__(
-        self, table: np.ndarray, request_nos: np.ndarray, channel: SidecarChannel, log: OutputsLogWriter, token: bytes
+        self,
+        table: np.ndarray,
+        request_nos: np.ndarray,
+        channel: SidecarChannel,
+        log: OutputsLogWriter,
+        token: bytes,
+        *,
+        is_restart: bool,
     ) -> None:
         self._channel, self._log, self._token = channel, log, token
         self._broadcast = log.broadcast
@@ -84,7 +91,7 @@ class Subscribers:
         self._subscribers: dict[bytes, _Subscriber] = {}
         self._orphans: dict[int, int] = {}  # pidfds by slot: a predecessor knew them, and they have not come yet
         self._num_looks = 0
-        self.is_ready = True
+        self._knows_requests = not is_restart
         for slot in np.flatnonzero(self._table[:, SubscriberWord.PID]).tolist():
             pidfd = _open_process(*self._table[slot].tolist())
             if pidfd is None:
@@ -93,6 +100,11 @@ class Subscribers:
                 self._orphans[slot] = pidfd
         if self._broadcast.is_on and not self._orphans:
             self._broadcast.turn_off()
+
+    def restore(self, rows: Iterable[wire.RestoredRow]) -> None:
+        """The requests that a predecessor knew."""
+        self.directory.restore(rows)
+        self._knows_requests = True
 
     def announce(self, message: wire.Admit) -> None:
         """A request is about to take a row: whatever is delivered of it comes later."""
@@ -110,7 +122,7 @@ class Subscribers:
     def serve_now(self) -> None:
         """`serve`, whether there are any or not. Before a predecessor's requests are known nothing can be said: who has
         asked will ask again."""
-        if not self.is_ready:
+        if not self._knows_requests:
             while self._channel.receive_from_subscriber() is not None:
                 pass
             return

@@ -52,6 +52,12 @@ def _git_commit() -> str | None:
         return None
 
 
+def cpu_s(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def describe_run(command: str) -> dict[str, Any]:
     """When, where, with what."""
     return {

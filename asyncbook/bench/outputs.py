@@ -24,7 +24,7 @@ import numpy as np
 
 import asyncbook
 from asyncbook import Batch, Book, BookConfig, RequestParams
-from asyncbook.bench.about import describe_run
+from asyncbook.bench.about import cpu_s, describe_run
 from asyncbook.bench.pacing import percentiles_us
 from asyncbook.bench.workloads import (
     EOS_TOKEN_ID,
@@ -153,12 +153,6 @@ def _open(arm: ReadBy, num_rows: int, num_steps: int, stack: ExitStack, **option
     return Opened(Load(book, num_rows, arm.runner), readers)
 
 
-def _cpu_s(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def measure_throughput(arm: ReadBy, num_rows: int, num_steps: int) -> dict[str, Any]:
     """Steps a second, as fast as they are taken, and the CPU time of each process in microseconds a step."""
     with ExitStack() as stack:
@@ -166,14 +160,14 @@ def measure_throughput(arm: ReadBy, num_rows: int, num_steps: int) -> dict[str, 
         load, book = opened.load, opened.load.book
         pid = book.sidecar_pid
         assert pid is not None
-        sidecar_s, runner_s, start_s = _cpu_s(pid), time.process_time(), time.monotonic()
+        sidecar_s, runner_s, start_s = cpu_s(pid), time.process_time(), time.monotonic()
         for _ in range(num_steps):
             book.wait_room()
             load.submit()
             load.read()
         book.wait_applied(book.submitted_step)
         seconds = time.monotonic() - start_s
-        runner_s, sidecar_s = time.process_time() - runner_s, _cpu_s(pid) - sidecar_s
+        runner_s, sidecar_s = time.process_time() - runner_s, cpu_s(pid) - sidecar_s
         results = opened.close()
     return {
         "steps_per_s": round(num_steps / seconds, 1),

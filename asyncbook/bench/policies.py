@@ -19,7 +19,7 @@ import numpy as np
 
 import asyncbook
 from asyncbook import Book, BookConfig
-from asyncbook.bench.about import describe_run
+from asyncbook.bench.about import cpu_s, describe_run
 from asyncbook.bench.pacing import percentiles_us
 from asyncbook.bench.workloads import EOS_TOKEN_ID, NUM_PROMPT_TOKENS, VOCAB_SIZE
 
@@ -72,12 +72,6 @@ class Runner:
         return self._book.output_token_ids(self._rows[row])
 
 
-def _cpu_s(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def measure(num_rows: int, num_steps: int, interval_ms: float, arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """By arm: what `submit` took, submit to published, and the share of a core that the sidecar used in its turns."""
     rounds = -(-num_steps // (STEPS_PER_ROUND - UNTIL_LEARNED))
@@ -97,12 +91,12 @@ def measure(num_rows: int, num_steps: int, interval_ms: float, arms: dict[str, d
             for name, runner in runners.items():
                 pid = books[name].sidecar_pid or 0
                 measured = Costs()
-                before_s, start_s = _cpu_s(pid), time.monotonic()
+                before_s, start_s = cpu_s(pid), time.monotonic()
                 for ids in sampled[start : start + STEPS_PER_ROUND]:
                     due_s = time.monotonic() + interval_ms / 1e3
                     runner.step(ids, measured)
                     time.sleep(max(due_s - time.monotonic(), 0))
-                used_s[name] += _cpu_s(pid) - before_s
+                used_s[name] += cpu_s(pid) - before_s
                 turns_s[name] += time.monotonic() - start_s
                 costs[name].runner_ns += measured.runner_ns[UNTIL_LEARNED:]
                 costs[name].applied_ns += measured.applied_ns[UNTIL_LEARNED:]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
@@ -34,7 +36,8 @@ from asyncbook import (
 from asyncbook.ipc import wire
 from asyncbook.ipc.layout import MAX_SUBSCRIBERS, SubscriberWord
 from asyncbook.ipc.runtime_dir import start_time
-from tests.conftest import SMALL, TIMEOUT_S, step, wait_until
+from asyncbook.names import RequestNames
+from tests.conftest import SMALL, TIMEOUT_S, step, stopped_sidecar, wait_until
 from tests.process.kills import PROLOGUE, ROOT
 from tests.property.compare import plain
 from tests.property.operations import CONFIGS, drive
@@ -293,6 +296,43 @@ def test_a_runner_that_was_killed() -> None:
         runner.stdin.close()
 
 
+def test_a_book_that_is_being_closed_is_there_until_everything_is_delivered(book: Book) -> None:
+    row = book.admit("a", [1], RequestParams(max_tokens=1))
+    with asyncbook.subscribe(book.address) as subscription:
+        closing = threading.Thread(target=book.close)
+        with stopped_sidecar(book):
+            book.submit(book.batch([row]), np.array([5], np.int32))
+            closing.start()
+            wait_until(lambda: book._is_closed, "the book is being closed")
+            assert not subscription.wait_outputs(0.3), "nothing yet, and no end either"
+        closing.join(TIMEOUT_S)
+        assert collect(subscription, "a") == [5]
+        with pytest.raises(BookClosed, match="has closed the book"):
+            subscription.wait_outputs(TIMEOUT_S)
+
+
+def test_a_subscription_that_ends(book: Book) -> None:
+    subscription = asyncbook.subscribe(book.address)
+    other = asyncbook.subscribe(book.address)
+    assert len(subscribers(book)) == 2
+    subscription.close()
+    subscription.close()
+    with pytest.raises(BookClosed, match="the subscription is closed"):
+        subscription.wait_outputs()
+    assert subscription.poll_outputs() == []
+    wait_until(lambda: len(subscribers(book)) == 1, "it is forgotten")
+    child = os.fork()
+    if child == 0:  # what it inherits it must not end
+        other._finalizer()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    run(book, "a", [1])
+    assert collect(other, "a") == [1]
+    del other  # dropped, not closed
+    gc.collect()
+    wait_until(lambda: not subscribers(book), "the dropped one is forgotten, too")
+
+
 # Who reads too little
 
 
@@ -481,3 +521,12 @@ def test_nonsense_on_the_socket_is_skipped(book: Book) -> None:
         with asyncbook.subscribe(book.address) as subscription:
             run(book, "a", [1])
             assert collect(subscription, "a") == [1]
+
+
+def test_a_number_that_was_given_back_is_not_given_back_twice() -> None:
+    names = RequestNames()
+    first = names.add("a", [])
+    names.forget(first)  # its end was read
+    assert names.add("b", []) == first
+    names.release(first, "a")  # its row is free, and the number another's by now
+    assert names.next_no != first

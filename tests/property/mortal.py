@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import asyncbook.sidecar
 from asyncbook import BookConfig, StepOutputs
 from asyncbook.ipc import broadcast, jit, layout, outputs_log, wire
 from asyncbook.ipc.broadcast import BroadcastReader, NamesRecord
@@ -294,7 +293,7 @@ class MortalBook(SidecarBook):
                 keepers[0].make_link = make_link
                 return keepers[0]
 
-            patch.setattr(asyncbook.sidecar, "Supervisor", supervise)
+            patch.setattr("asyncbook.linked.Supervisor", supervise)
             jit.compile_all()
             place = Place(config, segment, is_embedded=False)
             book = cls(config, segment, place, *make_link(is_restart=False))
