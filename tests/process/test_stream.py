@@ -136,7 +136,8 @@ async def test_requests_that_have_no_stream_to_give(book: Book) -> None:
 
 async def test_a_stream_that_was_given_up_unread_is_no_stream_any_more(book: Book) -> None:
     row = book.admit("a", [1])
-    await book.stream("a").aclose()
+    closed = book.stream("a")
+    await closed.aclose()
     stream = book.stream("a", abort_on_cancel=True)
     del stream  # never read from: it goes, and the request with it
     await steps(book, [row], [10])

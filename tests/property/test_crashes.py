@@ -128,7 +128,7 @@ def logs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield
 
 
-NUM_LIVES = 12
+NUM_LIVES = 8
 CALLS_A_LIFE = 150
 
 
