@@ -46,6 +46,9 @@ bench: $(VENV)/.installed  ## the benchmarks, with JSON and pictures in bench-ou
 	$(BIN)/asyncbook bench critical-path --json bench-out/critical-path.json --plot bench-out/critical-path.png
 	$(BIN)/asyncbook bench overlap --json bench-out/overlap.json --plot bench-out/overlap.png --trace bench-out/overlap.trace.json
 	$(BIN)/asyncbook bench crossover --json bench-out/crossover.json --plot bench-out/crossover.png
+	$(BIN)/asyncbook bench outputs --json bench-out/outputs.json
+	$(BIN)/asyncbook bench text --json bench-out/text.json
+	$(BIN)/asyncbook bench logprobs --json bench-out/logprobs.json
 	$(BIN)/asyncbook bench updates --json bench-out/updates.json --plot bench-out/updates.png
 
 # Real vLLM is 3.5 GB and its runs take minutes: not a part of `test`. One thread a step: two wait for each other where

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import click
 import numpy as np
 
-from asyncbook.bench.story import LAST_WORDS, STOP, story_text
+from asyncbook.bench.story import LAST_WORDS, STOP, open_story, story_text
 from asyncbook.ipc import jit
 from asyncbook.worker.text import TextRows
 
@@ -188,13 +188,12 @@ def _table(results: dict[int, dict[str, dict[str, float]]]) -> Any:
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    required=True,
-    help="A tokenizer.json.",
+    help="A tokenizer.json.  [default: SmolLM2's]",
 )
 @click.option("--rows", default="64,256,1024", show_default=True, help="Numbers of rows, with commas between them.")
 @click.option("--steps", type=click.IntRange(1), default=500, show_default=True, help="To measure, for each arm.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Writes everything there.")
-def text_command(tokenizer: Path, rows: str, steps: int, json_path: Path | None) -> None:
+def text_command(tokenizer: Path | None, rows: str, steps: int, json_path: Path | None) -> None:
     """Detokenize, and look for two stop strings a request: tokens a second on one core, beside vLLM where it is."""
     from rich.console import Console
     from rich.progress import Progress
@@ -202,18 +201,19 @@ def text_command(tokenizer: Path, rows: str, steps: int, json_path: Path | None)
     from asyncbook.bench.about import describe_run
 
     sizes = [int(part) for part in rows.split(",")]
-    about = describe_run(f"asyncbook bench text --tokenizer {tokenizer} --rows {rows} --steps {steps}")
+    given = "" if tokenizer is None else f"--tokenizer {tokenizer} "
+    about = describe_run(f"asyncbook bench text {given}--rows {rows} --steps {steps}")
     if not has_vllm():
         click.echo("vllm is not importable here: its arm is left out", err=True)
     jit.compile_all()
     results: dict[int, dict[str, dict[str, float]]] = {}
     console = Console()
     try:
-        with Progress(console=console, transient=True) as progress:
+        with open_story(tokenizer) as story, Progress(console=console, transient=True) as progress:
             task = progress.add_task("", total=len(sizes) * -(-(WARM_UP_STEPS + steps) // STEPS_PER_ROUND))
             for num_rows in sizes:
                 progress.update(task, description=f"{num_rows} rows")
-                costs = measure(tokenizer, num_rows, steps, lambda: progress.advance(task))
+                costs = measure(story.tokenizer, num_rows, steps, lambda: progress.advance(task))
                 results[num_rows] = summary(num_rows, costs)
     except KeyboardInterrupt:
         console.print("stopped: what is below was measured")

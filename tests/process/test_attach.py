@@ -199,9 +199,9 @@ def test_what_is_no_address(tmp_path: Path, book: Book) -> None:
 def test_another_user_does_not_get_in(book: Book) -> None:
     # All imported first: the other user may not be able to.
     program = (
-        "import os, sys, asyncbook, asyncbook.attached, asyncbook.ipc.errors as errors\n"
+        "import os, sys\nfrom asyncbook import HandshakeFailed, attach, attached\n"
         "os.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\n"
-        "try:\n    asyncbook.attach(sys.argv[1])\nexcept errors.HandshakeFailed as error:\n    print(error)"
+        "try:\n    attach(sys.argv[1])\nexcept HandshakeFailed as error:\n    print(error)"
     )
     shown = subprocess.run(
         [sys.executable, "-c", program, book.address], cwd=ROOT, check=True, capture_output=True, text=True
