@@ -133,9 +133,11 @@ class Subscription(OutputsReader, Closing):
 
     def _share_of(self, record: Record) -> StepOutputs:
         step_outputs = self._names.step_outputs(record.step, record.columns)
-        if not self._prefix:
+        request_ids = step_outputs.request_ids
+        if not self._prefix and None not in request_ids:
             return step_outputs
-        ours = [request_id.startswith(self._prefix) for request_id in step_outputs.request_ids]
+        # None: the request is over. A sidecar that died while it dropped something for the runner leaves that twice.
+        ours = [request_id is not None and request_id.startswith(self._prefix) for request_id in request_ids]
         return step_outputs if all(ours) else step_outputs.select(np.flatnonzero(ours))
 
     def stream(self, request_id: str) -> PieceIterator:

@@ -218,6 +218,17 @@ def test_shares(book: Book) -> None:
             one.stream("three")
 
 
+def test_what_comes_of_a_request_that_is_over_is_passed_over(book: Book) -> None:
+    with asyncbook.subscribe(book.address) as subscription:
+        rows = [book.admit(name, [1], RequestParams(max_tokens=2)) for name in ("a", "b")]
+        step(book, rows, [10, 20])
+        assert subscription.wait_outputs(TIMEOUT_S)
+        (outputs,) = subscription.poll_outputs()
+        subscription._names.forget(int(outputs.request_nos[outputs.request_ids.index("b")]))
+        step(book, rows, [11, 21])
+        assert collect(subscription, "a") == [11]
+
+
 def test_a_reader_that_was_killed_is_forgotten(book: Book) -> None:
     with reader(book) as dies, asyncbook.subscribe(book.address) as subscription:
         wait_until(lambda: len(subscribers(book)) == 2, "both are known")
