@@ -160,9 +160,9 @@ def cache_path() -> str:
 
 
 def is_cached() -> bool:
-    """Whether every kernel of these very sources has been compiled on this machine before."""
+    """Whether every kernel that is not ready yet has been compiled on this machine before, from these very sources."""
     return all(
-        any(Path(compiled.stats.cache_path).glob(f"*{compiled.py_func.__qualname__}-*.nbi")) for compiled, _ in _kernels
+        any(Path(compiled.stats.cache_path).glob(f"*{compiled.py_func.__qualname__}-*.nbi")) for compiled, _ in _unready
     )
 
 

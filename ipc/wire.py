@@ -6,6 +6,7 @@ applies each once. Arrays travel as raw little-endian bytes and are read without
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import struct
@@ -294,6 +295,7 @@ def max_command_bytes(layout: Layout) -> int:
     return max(admission, batch, step, restore) + 4096
 
 
+@functools.cache
 def schema_hash() -> str:
     """16 hex digits that change when any message's fields, types, order or tag change, or the layout of the segment."""
     text = [layout_hash()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -149,7 +150,9 @@ def test_kernels_are_cached_under_the_digest_of_their_sources() -> None:
     assert re.fullmatch(r"[0-9a-f]{12}", jit.SOURCE_DIGEST)
     assert jit._source_digest() == jit.SOURCE_DIGEST
     for compiled, _ in jit._kernels:
-        assert compiled.py_func.__qualname__.endswith(f"_{jit.SOURCE_DIGEST}")
+        name = compiled.py_func.__qualname__
+        assert name.endswith(f"_{jit.SOURCE_DIGEST}")
+        assert any(Path(compiled.stats.cache_path).glob(f"*{name}-*.nbi"))
 
 
 def test_another_source_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
