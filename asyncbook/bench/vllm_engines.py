@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class Arm:
 def make_arm(mode: str, model: str, **options: Any) -> Arm:
     """An engine of a mode, its parts timed."""
     os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else nearly all memory that the machine has
     from vllm import LLM  # type: ignore[import-not-found]
 
     from asyncbook.integrations import vllm as plugin
@@ -93,7 +95,7 @@ def _put_clocks(arm: Arm) -> None:
 
     runner, scheduler, processor = arm.runner, arm.scheduler, arm.engine.output_processor
     keep = GPUModelRunner._bookkeeping_sync if arm.mode == "stock" else bookkeeping_sync
-    runner._bookkeeping_sync = timed(arm, "_bookkeeping_sync", lambda *a, **k: keep(runner, *a, **k))
+    runner._bookkeeping_sync = timed(arm, "_bookkeeping_sync", partial(keep, runner))
     runner._update_states = timed(arm, "_update_states", runner._update_states)
     scheduler.update_from_output = timed(arm, "update_from_output", scheduler.update_from_output)
     processor.process_outputs = timed(arm, "process_outputs", processor.process_outputs)

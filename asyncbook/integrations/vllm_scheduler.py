@@ -25,7 +25,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats  # type: ignore[import
 
 from asyncbook.integrations.vllm_book import BookFeed, make_feed
 from asyncbook.integrations.vllm_columns import RequestColumns
-from asyncbook.integrations.vllm_kernels import compile_all, find_plain
+from asyncbook.integrations.vllm_ids import ListPool, OneIdEach
+from asyncbook.integrations.vllm_kernels import compile_all, find_plain, list_fetcher
 from asyncbook.integrations.vllm_merge import merge_outputs
 
 Outputs = dict[int, Any]
@@ -47,17 +48,44 @@ class Rows:
         self.has_clients = any(self.clients)
         self._runner_names: list[str] = []
         self.index: list[int] = []
+        self._ones = [1] * len(names)
+        self._column_of_ones = np.ones(len(names), np.int32)
 
     def take(self, scheduler_output: Any, output: Any) -> None:
         """A step of these rows: their scheduled tokens, ids, drafts."""
         if output.req_ids != self._runner_names:
             self._runner_names = output.req_ids
             self.index = list(map(output.req_id_to_index.__getitem__, self.names))
+            self._order = None if self.index == list(range(len(output.req_ids))) else np.array(self.index, np.intp)
         self.scheduled = list(scheduler_output.num_scheduled_tokens.values())
-        self.ids = list(map(output.sampled_token_ids.__getitem__, self.index))
-        self.counts = list(map(len, self.ids))
+        self._take_ids(output.sampled_token_ids)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         self.num_drafts = list(map(len, map(drafts.get, self.names, repeat(())))) if drafts else None
+
+    def _take_ids(self, sampled: Any) -> None:
+        """`ids`: a list a row, or where each row has one, that. `flat`, `counts_column`: the same in columns, int32."""
+        self.is_one_each = isinstance(sampled, OneIdEach)
+        if self.is_one_each:
+            self.flat = sampled.column() if self._order is None else sampled.column()[self._order]
+            self.ids = sampled.ids if self._order is None else self.flat.tolist()
+            self.counts, self.counts_column = self._ones, self._column_of_ones
+        else:
+            self.ids = list(map(sampled.__getitem__, self.index))
+            self.counts = list(map(len, self.ids))
+            self.flat = np.fromiter(chain.from_iterable(self.ids), np.int32, sum(self.counts))
+            self.counts_column = np.array(self.counts, np.int32)
+
+    def grow(self, choice: list[int] | None, pool: ListPool) -> list[list[int]]:
+        """Appends the ids of those chosen to their requests' lists. Returns the ids, a list a row; `pool`: of those
+        with one id."""
+        ids = chosen(self.ids, choice)
+        add = list.append if self.is_one_each else list.extend
+        fetch = list_fetcher()
+        for all_lists in (self.all_token_ids, self.output_token_ids):
+            lists = chosen(all_lists, choice)
+            fetch(lists)
+            deque(map(add, lists, ids), maxlen=0)
+        return pool.take(ids) if self.is_one_each else ids
 
 
 class ColumnScheduling:
@@ -71,6 +99,7 @@ class ColumnScheduling:
         compile_all()
         vllm: Any = self  # what vLLM's part has is not declared here
         self._columns = RequestColumns(vllm.max_model_len)
+        self._pool = ListPool()
         self._rows: Rows | None = None  # of the last step, as long as they stay the same
         self._spec_stats: Any = None  # of the rows done here, until vLLM makes its statistics of the step
         # With any of these, a step has more to it than is done here.
@@ -118,10 +147,9 @@ class ColumnScheduling:
         if rows is None:
             return self._update_all(scheduler_output, model_runner_output)
         columns, n = self._columns, len(rows.names)
-        flat = np.fromiter(chain.from_iterable(rows.ids), np.int32, sum(rows.counts))
         is_plain = np.empty(n, np.uint8)
         found = find_plain(
-            rows.slots, np.array(rows.counts, np.int32), flat, self.hash_block_size,  # type: ignore[attr-defined]
+            rows.slots, rows.counts_column, rows.flat, self.hash_block_size,  # type: ignore[attr-defined]
             columns.num_tokens, columns.limits, columns.eos_token_ids, columns.stop_token_ids, is_plain,
         )  # fmt: skip
         if found == 0:
@@ -170,14 +198,13 @@ class ColumnScheduling:
 
     def _grow(self, rows: Rows, choice: list[int] | None, output: Any) -> list[Any]:
         """The effects of a step on the rows that only grow, and their outputs in order. `choice`: which; None: all."""
-        ids, requests = chosen(rows.ids, choice), chosen(rows.requests, choice)
+        requests = chosen(rows.requests, choice)
         for request, scheduled in zip(requests, chosen(rows.scheduled, choice), strict=True):
             request.num_in_flight_tokens -= scheduled
         if self.is_async:
             for request, count in zip(requests, chosen(rows.counts, choice), strict=True):
                 request.num_output_placeholders -= count
-        deque(map(list.extend, chosen(rows.all_token_ids, choice), ids), maxlen=0)
-        deque(map(list.extend, chosen(rows.output_token_ids, choice), ids), maxlen=0)
+        ids = rows.grow(choice, self._pool)
         if rows.num_drafts is not None:
             self._take_drafts(chosen(rows.num_drafts, choice), chosen(rows.counts, choice), requests)
         outputs = list(map(EngineCoreOutput, chosen(rows.names, choice), ids))
