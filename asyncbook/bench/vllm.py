@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from asyncbook.bench.vllm_engines import MODES, NUM_PROMPT_TOKENS, PARTS, Arm, add_requests, make_arm
+from asyncbook.bench.vllm_engines import MAX_PROMPT_TOKENS, MODES, PARTS, Arm, add_requests, make_arm
 
 TURN = 10
 GOALS = {"_bookkeeping_sync": 90, "update_from_output": 60}  # percent less, from 256 requests on
@@ -102,12 +102,11 @@ def vllm_command(
     """Real vLLM, stock against the plugin."""
     num_requests = [int(size) for size in sizes.split(",")]
     options: dict[str, Any] = {
-        "max_model_len": NUM_PROMPT_TOKENS + steps + 2 * TURN,
+        "max_model_len": MAX_PROMPT_TOKENS + steps + 2 * TURN,
         "max_num_seqs": max(num_requests),
         "max_num_batched_tokens": 4096,
         "enforce_eager": True,
         "seed": 0,
-        "enable_prefix_caching": False,
         "disable_log_stats": False,
     }
     vocab_size = SMALL_VOCAB

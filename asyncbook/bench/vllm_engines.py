@@ -19,7 +19,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-NUM_PROMPT_TOKENS = 16
+# From the least on, evenly: requests fill a block of the cache at different steps.
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 16, 144
 
 
 @dataclass
@@ -119,7 +120,8 @@ def add_requests(arm: Arm, num_requests: int, max_tokens: int, vocab_size: int, 
     """Requests of random ids that run for `max_tokens` steps and end by length, greedy."""
     from vllm import SamplingParams
 
-    prompts = np.random.default_rng(seed).integers(0, vocab_size, (num_requests, NUM_PROMPT_TOKENS))
+    rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    for number, prompt in enumerate(prompts.tolist()):
+    for number, num_prompt_tokens in enumerate(rng.integers(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS, num_requests)):
+        prompt = rng.integers(0, vocab_size, num_prompt_tokens).tolist()
         arm.engine.add_request(f"{num_requests}-{number}", {"prompt_token_ids": prompt}, params)

@@ -15,7 +15,11 @@ from asyncbook.integrations.vllm_kernels import MAX_STOP_IDS, PADDING
 
 
 class RequestColumns:
-    """Requests by slot. int32 [S] columns, `stop_token_ids` int32 [S, MAX_STOP_IDS]; `version` changes with `slots`."""
+    """Requests by slot. int32 [S] columns, `stop_token_ids` int32 [S, MAX_STOP_IDS]; `version` changes with `slots`.
+
+    The lists have an entry more, so that slot -1, which is none, is None there: the requests, their own two lists of
+    ids, and the numbers of their clients.
+    """
 
     num_tokens: np.ndarray
     limits: np.ndarray
@@ -26,13 +30,16 @@ class RequestColumns:
         self.max_model_len = max_model_len
         self.slots: dict[str, int] = {}
         self.version = 0
-        self.requests: list[Any] = []
+        self.requests: list[Any] = [None]
+        self.all_token_ids: list[Any] = [None]
+        self.output_token_ids: list[Any] = [None]
+        self.clients: list[Any] = [None]
         self._free: list[int] = []
         self._allocate(64)
 
     def _allocate(self, size: int) -> None:
         """Makes the columns `size` long, with what they hold."""
-        old_size = len(self.requests)
+        old_size = len(self.requests) - 1
         for name, fill in (("num_tokens", 0), ("limits", 0), ("eos_token_ids", PADDING)):
             column = np.full(size, fill, np.int32)
             column[:old_size] = getattr(self, name, column[:0])
@@ -42,7 +49,8 @@ class RequestColumns:
             stop_token_ids[:old_size] = self.stop_token_ids
         self.stop_token_ids = stop_token_ids
         self._free += range(size - 1, old_size - 1, -1)
-        self.requests += [None] * (size - old_size)
+        for items in (self.requests, self.all_token_ids, self.output_token_ids, self.clients):
+            items += [None] * (size - old_size)
 
     def look_at(self, request: Any) -> None:
         """Takes note of what a request is now, after something of it may have changed."""
@@ -57,10 +65,12 @@ class RequestColumns:
 
     def _take(self, request: Any) -> int:
         if not self._free:
-            self._allocate(2 * len(self.requests))
+            self._allocate(2 * len(self.num_tokens))
         slot = self._free.pop()
         params = request.sampling_params
         self.requests[slot] = request
+        self.all_token_ids[slot], self.output_token_ids[slot] = request._all_token_ids, request._output_token_ids
+        self.clients[slot] = request.client_index
         self.limits[slot] = min(self.max_model_len, request.num_prompt_tokens + request.max_tokens)
         self.eos_token_ids[slot] = PADDING if params.eos_token_id is None else params.eos_token_id
         self.stop_token_ids[slot] = PADDING
@@ -73,7 +83,7 @@ class RequestColumns:
         """Gives the request's slot back, if it has one."""
         slot = self.slots.pop(request.request_id, None)
         if slot is not None:
-            self.requests[slot] = None
+            self.requests[slot] = self.all_token_ids[slot] = self.output_token_ids[slot] = self.clients[slot] = None
             self._free.append(slot)
             self.version += 1
 

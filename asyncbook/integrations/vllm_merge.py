@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.v1.engine import EngineCoreOutputs  # type: ignore[import-not-found]
+
+Output = TypeVar("Output")
 
 
 def merge_outputs(
@@ -20,12 +22,15 @@ def merge_outputs(
     for batch in outputs.values():
         if batch.scheduler_stats is not None:  # one has them: the first that had something to say
             stats, batch.scheduler_stats = batch.scheduler_stats, None
-    made = [(client, output) for client, batch in outputs.items() for output in batch.outputs]
     merged: dict[int, list[Any]] = {}
-    if not made and clients is None:
-        merged[0] = plain
+    if clients is None and outputs.keys() <= {0}:
+        made = [output for batch in outputs.values() for output in batch.outputs]
+        merged[0] = _in_order([(output.request_id, output) for output in made], plain, others, names)
     else:
-        for client, output in _in_order(made, plain, others, names, clients):
+        made = [(client, output) for client, batch in outputs.items() for output in batch.outputs]
+        mine = list(zip(repeat(0) if clients is None else clients, plain, strict=False))
+        named = [(output.request_id, (client, output)) for client, output in made]
+        for client, output in _in_order(named, mine, others, names):
             merged.setdefault(client, []).append(output)
     result = {}
     for client, its_outputs in merged.items():
@@ -44,21 +49,18 @@ def merge_outputs(
     return result
 
 
-def _in_order(
-    made: list[tuple[int, Any]], plain: list[Any], others: list[int], names: list[str], clients: list[int] | None
-) -> list[tuple[int, Any]]:
-    """All outputs with their clients, by the order of the rows; those of no row of the step come last."""
-    of_name: dict[str, list[tuple[int, Any]]] = {}
-    for client, output in made:
-        of_name.setdefault(output.request_id, []).append((client, output))
-    mine = list(zip(repeat(0) if clients is None else clients, plain, strict=False))
-    ordered: list[tuple[int, Any]] = []
+def _in_order(made: list[tuple[str, Output]], plain: list[Output], others: list[int], names: list[str]) -> list[Output]:
+    """All outputs by the order of the rows. `made`: by name, those of no row of the step come last."""
+    of_name: dict[str, list[Output]] = {}
+    for name, output in made:
+        of_name.setdefault(name, []).append(output)
+    ordered: list[Output] = []
     taken = 0
     for number, place in enumerate(others):
         until = place - number  # so many plain rows stand before it
-        ordered += mine[taken:until]
+        ordered += plain[taken:until]
         taken = until
         if names[place] in of_name:
             ordered.append(of_name[names[place]].pop(0))
-    ordered += mine[taken:]
+    ordered += plain[taken:]
     return [*ordered, *chain.from_iterable(of_name.values())]

@@ -41,10 +41,10 @@ class Rows:
         self.version = columns.version
         slots = list(map(columns.slots.get, names, repeat(-1)))
         self.slots = np.array(slots, np.int32)
-        self.requests = [None if slot < 0 else columns.requests[slot] for slot in slots]
-        self.all_token_ids = [request and request._all_token_ids for request in self.requests]
-        self.output_token_ids = [request and request._output_token_ids for request in self.requests]
-        self.clients = [request.client_index if request else 0 for request in self.requests]
+        self.requests = list(map(columns.requests.__getitem__, slots))
+        self.all_token_ids = list(map(columns.all_token_ids.__getitem__, slots))
+        self.output_token_ids = list(map(columns.output_token_ids.__getitem__, slots))
+        self.clients = list(map(columns.clients.__getitem__, slots))
         self.has_clients = any(self.clients)
         self._runner_names: list[str] = []
         self.index: list[int] = []
