@@ -84,7 +84,7 @@ class Arrays:
         costs no large allocation, which is slow where the allocator has not been used for a while."""
         self._slab_size = max(SLAB_IDS, num_ids)
         self.flat = np.empty(self._slab_size, np.int32)
-        self.items = memoryview(self.flat)
+        self.items = self.flat.data
         self._known[kernels.FLAT] = self.flat.ctypes.data
         return 0
 

@@ -20,10 +20,11 @@ class Batch:
         self.num_tokens = rng.integers(0, 6, ROWS).astype(np.int32)
         self.is_discarded = rng.random(ROWS) < 0.3
 
-    def addresses(self) -> tuple[int, int, int, int]:
+    def known(self, flat: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """What the kernels are told once."""
         arrays = (self.is_discarded, self.token_ids, self.is_token_ids, self.num_tokens)
-        discarded, token_ids, is_token_ids, num_tokens = (array.ctypes.data for array in arrays)
-        return discarded, token_ids, is_token_ids, num_tokens
+        addresses = [array.ctypes.data for array in arrays]
+        return np.array([*addresses, LENGTH, VOCAB_SIZE, flat.ctypes.data, ends.ctypes.data], np.int64)
 
     def append(self, row: int, ids: list[int]) -> None:
         start = self.num_tokens[row]
@@ -35,20 +36,22 @@ class Batch:
         return all(np.array_equal(vars(self)[name], vars(other)[name]) for name in vars(self))
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_take_sampled(seed: int, width: int, dtype: type) -> None:
+def test_take_sampled(seed: int, width: int, start: int) -> None:
     rng = np.random.default_rng([seed, width])
     mine, expected = (Batch(np.random.default_rng(seed)) for _ in range(2))
-    sampled = rng.integers(-1 if width > 1 else 0, VOCAB_SIZE + (3 if width > 1 else 0), (ROWS, width)).astype(dtype)
-    flat, ends = np.zeros(ROWS * width, np.int64), np.zeros(ROWS, np.int64)
-    discarded, token_ids, is_token_ids, num_tokens = mine.addresses()
-    code = runner_kernels()[0](
-        sampled.ctypes.data, dtype is np.int64, ROWS, width, discarded, VOCAB_SIZE, token_ids, is_token_ids, LENGTH,
-        num_tokens, flat.ctypes.data, ends.ctypes.data,
-    )  # fmt: skip
+    sampled = rng.integers(-1 if width > 1 else 0, VOCAB_SIZE + (3 if width > 1 else 0), (ROWS, width)).astype(np.int32)
+    flat, ends = np.full(start + ROWS * width + 1, 77, np.int32), np.zeros(ROWS, np.int64)
+    known = mine.known(flat, ends)
+    outputs: list[list[int]] = [[1] * row for row in range(ROWS)]  # the first has no memory of its own
+    code = runner_kernels()[0](sampled.ctypes.data, start, ROWS, width, known.ctypes.data, id(outputs))
     assert code == expected.is_discarded.sum()
+    assert outputs == [[1] * row for row in range(ROWS)]
+    assert flat[:start].tolist() == [77] * start
+    assert flat[-1] == 77
+    flat = flat[start:]
     starts = [0, *ends.tolist()]
     for row in range(ROWS):
         ids = [] if expected.is_discarded[row] else sampled[row].tolist()
@@ -62,8 +65,9 @@ def test_take_sampled(seed: int, width: int, dtype: type) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_take_placeholders(seed: int) -> None:
     mine, expected = (Batch(np.random.default_rng(seed)) for _ in range(2))
-    discarded, token_ids, is_token_ids, num_tokens = mine.addresses()
-    code = runner_kernels()[1](ROWS - 1, discarded, token_ids, is_token_ids, LENGTH, num_tokens)
+    known = mine.known(np.zeros(0, np.int32), np.zeros(0, np.int64))
+    outputs: list[list[int]] = [[] for _ in range(ROWS)]
+    code = runner_kernels()[1](ROWS - 1, known.ctypes.data, id(outputs))
     assert code == expected.is_discarded[: ROWS - 1].sum()
     for row in range(ROWS - 1):
         expected.append(row, [] if expected.is_discarded[row] else [-1])
@@ -76,15 +80,12 @@ def test_a_row_without_room_is_named_and_nothing_is_written(which: str) -> None:
     for batch in (mine, expected):
         batch.is_discarded[:] = False
         batch.num_tokens[3] = LENGTH
-    discarded, token_ids, is_token_ids, num_tokens = mine.addresses()
-    sampled, flat, ends = np.ones((ROWS, 1), np.int32), np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64)
+    sampled, flat, ends = np.ones((ROWS, 1), np.int32), np.zeros(ROWS, np.int32), np.zeros(ROWS, np.int64)
+    known = mine.known(flat, ends)
     if which == "sampled":
-        code = runner_kernels()[0](
-            sampled.ctypes.data, 0, ROWS, 1, discarded, VOCAB_SIZE, token_ids, is_token_ids, LENGTH, num_tokens,
-            flat.ctypes.data, ends.ctypes.data,
-        )  # fmt: skip
+        code = runner_kernels()[0](sampled.ctypes.data, 0, ROWS, 1, known.ctypes.data, 0)
     else:
-        code = runner_kernels()[1](ROWS, discarded, token_ids, is_token_ids, LENGTH, num_tokens)
+        code = runner_kernels()[1](ROWS, known.ctypes.data, 0)
     assert -1 - code == 3
     assert mine.equals(expected)
 
