@@ -16,6 +16,7 @@ from numba import types
 from asyncbook.ipc import layout, wire
 from asyncbook.ipc.columns import NUM_COLUMNS
 from asyncbook.ipc.jit import kernel, rule
+from asyncbook.ipc.prefetch import prefetch
 from asyncbook.worker import rules
 from asyncbook.worker.rules import (
     DRAFTED,
@@ -27,6 +28,7 @@ from asyncbook.worker.rules import (
     LAST_TOKEN_ID,
     NO_SPEC,
     NUM_GIVEN_DRAFTS,
+    NUM_STOP_IDS,
     NUM_TOKENS,
     NUM_VERIFIED_DRAFTS,
     OUTPUTS,
@@ -127,6 +129,20 @@ def copy_frame(work, lists, lengths, frame_int32, frame_uint8, history, history_
     lengths[TOUCHED] = 0
 
 
+@rule
+def fetch_ends(work, token_ids, is_token_ids, stop_ids, batch):
+    """Asks for what a step touches of each row in the tables, a line each far from all others, before the first is
+    waited for."""
+    ids, masks, stops = token_ids.ctypes.data, is_token_ids.ctypes.data, stop_ids.ctypes.data
+    for i in range(batch.shape[1]):
+        row = np.int64(batch[BATCH_ROW, i])
+        place = row * token_ids.shape[1] + work[NO_SPEC, row]
+        prefetch(ids + 4 * place)
+        prefetch(masks + row * is_token_ids.shape[1] + work[NO_SPEC, row])
+        if work[NUM_STOP_IDS, row] > 0:
+            prefetch(stops + 4 * row * stop_ids.shape[1])
+
+
 @kernel(
     (*_BOOK, _INT32_2D, _INT64, _INT64_2D, _INT32_2D, _INT64, _INT32_2D, _BOOL, _INT32, _INT, _INT32, _INT, _INT32,
      _INT32_2D, _UINT8, _INT32_2D, _INT64, _INT, _INT, _INT),
@@ -138,6 +154,7 @@ def apply_step(work, token_ids, is_token_ids, stop_ids, counters, row_counters, 
     `sampled` and `drafts` int32, `width` and `draft_width` ids a row, row after row (a draft width of 0: none were
     given); `takes_drafts` bool [>= n] is scratch; `stop_strings_at` int32 [>= n]: with which of its ids each row's stop
     string is complete, -1 for none."""
+    fetch_ends(work, token_ids, is_token_ids, stop_ids, batch)
     retire_drafts(work, token_ids, is_token_ids, lists, lengths)
     for i in range(batch.shape[1]):
         row = np.uintp(batch[BATCH_ROW, i])  # unsigned: an index that cannot count from the end needs no check for it

@@ -6,6 +6,7 @@ makes both. Nothing here is collected where vLLM is not installed.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ COMMON: dict[str, Any] = {
     "disable_log_stats": False,
     "max_logprobs": 20,
 }
+MAX_ENGINES = 3
 MakeEngine = Callable[[str, str], Any]
 
 
@@ -54,26 +56,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def make_engine() -> Iterator[MakeEngine]:
-    """`make_engine(name, mode)`: an `LLM` of `ENGINES`, stock or with the plugin's scheduler. Made once."""
+    """`make_engine(name, mode)`: an `LLM` of `ENGINES`, stock or with the plugin's scheduler. It is made once, as long
+    as no more than `MAX_ENGINES` are asked for in turn: each takes about a GiB."""
     from vllm import LLM
 
     from asyncbook.integrations import vllm as plugin
 
     plugin.let_vllm_look_around()  # stock vLLM does not start twice in a process, or behind numba, without it
-    made: dict[tuple[str, str], Any] = {}
+    made: dict[tuple[str, str], Any] = {}  # the one asked for last is the last
+
+    def end_first() -> None:
+        made.pop(next(iter(made))).llm_engine.engine_core.shutdown()
+        gc.collect()
 
     def make(name: str, mode: str) -> Any:
-        if (name, mode) not in made:
-            if mode != "stock":
-                os.environ["ASYNCBOOK_VLLM"] = mode
-                plugin.switch_on()
-            try:
-                made[name, mode] = LLM(model=os.environ["ASYNCBOOK_VLLM_MODEL"], **COMMON, **ENGINES[name])
-            finally:
-                os.environ.pop("ASYNCBOOK_VLLM", None)
-                plugin.switch_off()
+        if (name, mode) in made:
+            made[name, mode] = made.pop((name, mode))
+            return made[name, mode]
+        if len(made) == MAX_ENGINES:
+            end_first()
+        if mode != "stock":
+            os.environ["ASYNCBOOK_VLLM"] = mode
+            plugin.switch_on()
+        try:
+            made[name, mode] = LLM(model=os.environ["ASYNCBOOK_VLLM_MODEL"], **COMMON, **ENGINES[name])
+        finally:
+            os.environ.pop("ASYNCBOOK_VLLM", None)
+            plugin.switch_off()
         return made[name, mode]
 
     yield make
-    for llm in made.values():
-        llm.llm_engine.engine_core.shutdown()
+    while made:
+        end_first()
