@@ -23,7 +23,8 @@ def _print_what_was_compared() -> Iterator[None]:
 
 
 def run(llm: Any, scenario: Scenario, read: Callable[[], None] = lambda: None) -> Run:
-    """The scenario's requests; `read` looks at something else after each step."""
+    """The scenario's requests; `read` looks at something else after each step. Nothing is cached of earlier ones."""
+    assert llm.reset_prefix_cache()
 
     def after_step(engine: Any, step: int) -> None:
         read()
