@@ -66,6 +66,7 @@ class Subscription(OutputsReader, Closing):
         self._woken_s = self._asked_s = 0.0
         self._asked_position = -1  # what the sidecar was asked to wake this process at, and has not yet
         self._ended_by: BookClosed | RunnerDied | OutputsLost | None = None
+        self._next: StepOutputs | None = None  # read, and not polled yet
         try:
             self._log = self._subscribe(time.monotonic() + timeout_s, timeout_s)
         except BaseException:
@@ -113,6 +114,17 @@ class Subscription(OutputsReader, Closing):
     # What is delivered
 
     def _take_outputs(self) -> StepOutputs | None:
+        step_outputs = self._next if self._has_next() else None
+        self._next = None
+        return step_outputs
+
+    def _has_next(self) -> bool:
+        """Whether there is something to poll; what is only names, or all for others, is read and done with."""
+        if self._next is None:
+            self._next = self._read_outputs()
+        return self._next is not None
+
+    def _read_outputs(self) -> StepOutputs | None:
         while not self._is_closed and self._ended_by is None:
             try:
                 record = self._log.take()
@@ -156,11 +168,11 @@ class Subscription(OutputsReader, Closing):
 
     def wait_outputs(self, timeout_s: float | None = None) -> bool:
         """Whether there is something to poll, after at most this long. Raises `BookClosed` where there never will be,
-        `RunnerDied` where the runner ended without closing the book."""
+        `RunnerDied` where the runner ended without closing the book, `OutputsLost` as `poll_outputs` does."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self._is_closed:
             raise BookClosed("the subscription is closed")
-        while not self._log.has_next:
+        while not self._has_next():
             left_ms = ASK_AGAIN_MS if deadline is None else math.ceil(1000 * (deadline - time.monotonic()))
             if left_ms <= 0:
                 return False
@@ -169,7 +181,7 @@ class Subscription(OutputsReader, Closing):
                 self._channel.wait(MIN_WAKE_MS)
                 continue
             self._ask_to_be_woken()
-            if not self._log.has_next:
+            if not self._has_next():
                 self._check_alive()
                 self._channel.wait(min(left_ms, ASK_AGAIN_MS), descriptors=(self._runner,))
         return True
@@ -185,7 +197,7 @@ class Subscription(OutputsReader, Closing):
             await asyncio.sleep(rest_s)
             return
         self._ask_to_be_woken()
-        if self._log.has_next:
+        if self._has_next():
             return
         try:
             self._check_alive()
@@ -224,7 +236,7 @@ class Subscription(OutputsReader, Closing):
             try:
                 self._check_book()
             except (BookClosed, RunnerDied) as error:
-                if self._log.has_next:
+                if self._has_next():
                     return  # what was delivered before comes first
                 self._ended_by = error
         if self._ended_by is not None:

@@ -20,8 +20,8 @@ from numba.core import config
 
 KERNEL_SOURCES = {
     "asyncbook.ipc": (
-        "columns.py", "jit.py", "layout.py", "logprob_staging.py", "logprobs.py", "prefetch.py", "publish.py", "staging.py",
-        "wire.py", "words.py",
+        "columns.py", "jit.py", "layout.py", "logprob_staging.py", "logprobs.py", "prefetch.py", "publish.py",
+        "staging.py", "wire.py", "words.py",
     ),
     "asyncbook.worker": (
         "kernels.py", "life.py", "logprob_kernels.py", "rules.py", "scatter_kernels.py", "text_kernels.py", "warm.py",

@@ -295,17 +295,22 @@ def max_command_bytes(layout: Layout) -> int:
     return max(admission, batch, step, restore) + 4096
 
 
-@functools.cache
 def schema_hash() -> str:
     """16 hex digits that change when any message's fields, types, order or tag change, or the layout of the segment."""
-    text = [layout_hash()]
+    return hashlib.blake2b("\n".join((layout_hash(), *_messages())).encode(), digest_size=8).hexdigest()
+
+
+@functools.cache
+def _messages() -> tuple[str, ...]:
+    """What every message is, in text."""
+    text = []
     unions = (AnyCommand, AnyEvent, AnySubscriberMessage, AnySubscriberReply)
     for message in (*itertools.chain(*map(typing.get_args, unions)), Setup, Named):
         info = msgspec.inspect.type_info(message)
         assert isinstance(info, msgspec.inspect.StructType)
         fields = [(field.name, repr(field.type)) for field in info.fields]
         text.append(repr((message.__name__, info.tag, info.array_like, fields)))
-    return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()
+    return tuple(text)
 
 
 _encoder = msgspec.msgpack.Encoder()

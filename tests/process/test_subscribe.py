@@ -204,6 +204,22 @@ def test_one_that_comes_late_knows_the_requests_and_gets_what_is_new(book: Book)
         assert collect(subscription, "a") == [11, 12]
 
 
+def test_names_alone_are_nothing_to_poll(book: Book) -> None:
+    with (
+        asyncbook.subscribe(book.address) as subscription,
+        asyncbook.subscribe(book.address, prefix="b") as other,
+    ):
+        row = book.admit("a", [1])
+        wait_until(lambda: subscription._log.has_next, "the request's name is written")
+        assert not subscription.wait_outputs(0.0)
+        step(book, [row], [10])
+        assert subscription.wait_outputs(TIMEOUT_S)
+        assert subscription.wait_outputs(0.0)  # as often as one asks
+        assert [outputs.token_ids.tolist() for outputs in subscription.poll_outputs()] == [[10]]
+        assert not subscription.wait_outputs(0.0)
+        assert not other.wait_outputs(0.0)
+
+
 def test_shares(book: Book) -> None:
     with (
         asyncbook.subscribe(book.address, prefix="one/") as one,
