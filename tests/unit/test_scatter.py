@@ -41,16 +41,12 @@ def transposed(shape: tuple[int, ...], dtype: type) -> np.ndarray:
 # Every combination is a compilation: these have each type and each layout somewhere.
 TABLES = [
     (np.int32, np.int64, contiguous),
-    (np.bool_, np.int64, contiguous),
-    (np.int64, np.int32, row_strided),
     (np.float32, np.int64, row_strided),
     (np.bool_, np.int32, transposed),
 ]
 COLUMNS = [
     ("matrix", 3, np.int64, contiguous),
     ("matrix", 1, np.int32, row_strided),
-    ("tuple", 1, np.int64, row_strided),
-    ("tuple", 2, np.int64, contiguous),
     ("list", 2, np.int32, row_strided),
     ("tuple", 4, np.int64, contiguous),
 ]
