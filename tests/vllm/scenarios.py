@@ -75,14 +75,20 @@ ENDS = one_of(
     {"max_tokens": 400, "ignore_eos": True},  # ends at max_model_len
     {"stop": ["zzz"], "min_tokens": 5},
 )
-MIXED = one_of(
+MIXED_GREEDY: tuple[dict[str, Any], ...] = (
     {},
-    {"temperature": 0.8, "seed": 11, "logprobs": 2},
+    {"logprobs": 2},
     {"presence_penalty": 0.5, "stop": ["."]},
     {"stop_token_ids": [198], "prompt_logprobs": 1},
     {"max_tokens": 3},
     {"min_tokens": 10, "ignore_eos": True, "max_tokens": 70},
     {"detokenize": False, "bad_words": [" of"]},
+)
+# vLLM 0.32's CPU build cannot sample everywhere. It fails at a prompt's chunk that is not its last if the request has a
+# seed ("CPU Generator does not use offset"); and where a request is not greedy, it verifies drafts by values that nobody
+# wrote, since a Triton kernel would. So sampling is compared where prompts come whole, and without drafts.
+MIXED = one_of(
+    *({"temperature": 0.8, "seed": 11} | option if "logprobs" in option else option for option in MIXED_GREEDY)
 )
 ABORTS = {4: (0,), 9: (1, 5), 15: (7, 8, 9), 16: (8, 20)}
 
@@ -96,13 +102,12 @@ SCENARIOS: dict[str, Scenario] = {
     "mixed": Scenario("plain", 21, MIXED),
     "chunked prefill": Scenario("tight", 12, one_of({"max_tokens": 8}), at_once=12),
     "preemption": Scenario("tight", 20, one_of({"max_tokens": 60, "ignore_eos": True}, {"max_tokens": 40})),
-    "preemption, mixed": Scenario("tight", 21, MIXED),
+    "preemption, mixed": Scenario("tight", 21, one_of(*MIXED_GREEDY)),
     "aborts under preemption": Scenario("tight", 22, one_of({"max_tokens": 60, "ignore_eos": True}), aborts=ABORTS),
     "drafts": Scenario("ngram", 16, one_of({"max_tokens": 45}), at_once=16),
     "drafts, ends": Scenario("ngram", 16, ENDS),
     "drafts, logprobs": Scenario("ngram", 12, LOGPROBS),
-    "drafts, sampled": Scenario("ngram", 12, seeded),
-    "drafts, mixed": Scenario("ngram", 21, MIXED),
+    "drafts, mixed": Scenario("ngram", 21, one_of(*MIXED_GREEDY)),
     "drafts, aborts": Scenario("ngram", 22, one_of({"max_tokens": 50, "ignore_eos": True}), aborts=ABORTS),
     "drafts under preemption": Scenario("ngram-tight", 20, one_of({"max_tokens": 70, "ignore_eos": True}, {})),
 }
