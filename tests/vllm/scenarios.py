@@ -85,7 +85,7 @@ MIXED_GREEDY: tuple[dict[str, Any], ...] = (
     {"detokenize": False, "bad_words": [" of"]},
 )
 # vLLM 0.32's CPU build cannot sample everywhere. It fails at a prompt's chunk that is not its last if the request has a
-# seed ("CPU Generator does not use offset"); and where a request is not greedy, it verifies drafts by values that nobody
+# seed ("CPU Generator does not use offset"); and where a request is not greedy, it verifies drafts by values nobody
 # wrote, since a Triton kernel would. So sampling is compared where prompts come whole, and without drafts.
 MIXED = one_of(
     *({"temperature": 0.8, "seed": 11} | option if "logprobs" in option else option for option in MIXED_GREEDY)
