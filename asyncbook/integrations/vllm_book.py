@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 import asyncbook
 from asyncbook import AsyncbookError, Batch, Book, BookConfig, BookFull, RequestParams, Row
+from asyncbook.integrations.vllm_ids import OneIdEach
 from asyncbook.ipc.layout import MAX_ROWS
 
 MODE_VARIABLE = "ASYNCBOOK_VLLM"
@@ -151,9 +153,16 @@ class BookFeed:
         if self._batch is None or described != self._described:
             self._batch = self.book.batch(rows, num_scheduled_tokens=scheduled, num_draft_tokens=num_drafts)
             self._described = described
-        ids = [runner_output.sampled_token_ids[runner_output.req_id_to_index[name]] for name in names]
+        index = [runner_output.req_id_to_index[name] for name in names]
         self.book.wait_room(ROOM_TIMEOUT_S)
-        self.book.submit(self._batch, padded(ids))
+        self.book.submit(self._batch, ids_of(runner_output.sampled_token_ids, index))
+
+
+def ids_of(sampled: Sequence[list[int]], index: list[int]) -> np.ndarray:
+    """What the rows of these indices sampled: int32 [n, w], padded with -1."""
+    if isinstance(sampled, OneIdEach):
+        return sampled.column()[index].reshape(-1, 1)
+    return padded([sampled[row] for row in index])
 
 
 def padded(ids: list[list[int]]) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncbook.integrations.vllm_book import padded
+from asyncbook.integrations.vllm_book import ids_of, padded
+from asyncbook.integrations.vllm_ids import OneIdEach
 from asyncbook.integrations.vllm_kernels import MAX_STOP_IDS, find_plain, runner_kernels
 
 ROWS, LENGTH, VOCAB_SIZE = 7, 12, 20
@@ -115,6 +116,18 @@ def test_find_plain(num_tokens: int, ids: list[int], is_plain: bool) -> None:
     number = find_plain(slots, counts, np.array([5, *ids], np.int32), 8, *columns, stops, found)
     assert (number, found.tolist()) == (int(is_plain), [0, int(is_plain)])
     assert columns[0].tolist() == [3, num_tokens + len(ids) * is_plain]
+
+
+@pytest.mark.parametrize("index", [[], [2], [3, 0, 1]])
+def test_ids_of(index: list[int]) -> None:
+    lists = [[5], [6], [7], [8]]
+    expected = np.array([lists[row] for row in index], np.int32).reshape(-1, 1)
+    for sampled in (lists, OneIdEach([5, 6, 7, 8], np.array([0, 5, 6, 7, 8], np.int32), 1)):
+        ids = ids_of(sampled, index)
+        assert np.array_equal(ids, expected)
+        assert ids.dtype == np.int32
+        assert ids.flags.c_contiguous
+    assert ids_of([[1, 2], [], [3]], [2, 0]).tolist() == [[3, -1], [1, 2]]
 
 
 def test_padded() -> None:
