@@ -23,9 +23,9 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed  ## a real model, its bookkeeping done three ways; picture and trace in demo-out/
 	$(BIN)/asyncbook demo
 
-# Two at a time, a file each: much of a test is waiting for a process to start or a kernel to compile.
+# Three at a time, a file each: much of a test is waiting for a process to start or a kernel to compile.
 test: $(VENV)/.installed  ## every test but the long runs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 warm: $(VENV)/.installed  ## compiles the kernels, which the first use does otherwise
 	$(BIN)/python -c 'import asyncbook.embedded, asyncbook.sidecar, asyncbook.worker.duty, asyncbook.worker.text; from asyncbook.ipc import jit; jit.compile_all()'

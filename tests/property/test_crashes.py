@@ -128,7 +128,7 @@ def logs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield
 
 
-NUM_LIVES = 8
+NUM_LIVES = 6
 CALLS_A_LIFE = 150
 
 

@@ -94,7 +94,7 @@ def run_until_all_ended(engine: LaggingEngine) -> None:
 
 
 @pytest.mark.parametrize("num_spec_tokens", [0, 3])
-@pytest.mark.parametrize("lag", [0, 1, 2, 8])
+@pytest.mark.parametrize("lag", [0, 1, pytest.param(2, marks=pytest.mark.stress), 8])
 def test_outputs_are_those_of_a_synchronous_runner(make_book: MakeBook, lag: int, num_spec_tokens: int) -> None:
     book = make_book(**CONFIG, num_spec_tokens=num_spec_tokens, max_in_flight=max(1, lag))
     reasons = set()
