@@ -12,7 +12,6 @@ The plugin does that by itself where no other class is asked for.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from itertools import chain, compress, repeat
 from typing import Any
@@ -157,11 +156,9 @@ class ColumnScheduling:
         choice = None if found == n else is_plain.tolist()
         plain = self._grow(rows, choice, model_runner_output)
         others = [] if choice is None else [i for i, is_one in enumerate(choice) if not is_one]
-        # A copy for vLLM's own part, which looks at its rows only.
-        rest = copy.copy(scheduler_output)
-        rest.num_scheduled_tokens = {rows.names[i]: rows.scheduled[i] for i in others}
-        outputs = super().update_from_output(rest, model_runner_output)  # type: ignore[misc]
-        self._look_at(rest.num_scheduled_tokens)
+        outputs = self._update_others(
+            {rows.names[i]: rows.scheduled[i] for i in others}, scheduler_output, model_runner_output
+        )
         clients = chosen(rows.clients, choice) if rows.has_clients else None
         return merge_outputs(outputs, plain, others, rows.names, clients)
 
@@ -186,10 +183,21 @@ class ColumnScheduling:
         return self._rows
 
     def _update_all(self, scheduler_output: Any, model_runner_output: Any) -> Outputs:
-        """The whole step by vLLM's own function; the columns learn from what it left."""
+        """All rows of a scheduler's output by vLLM's own function; the columns learn from what it left."""
         outputs: Outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self._look_at(scheduler_output.num_scheduled_tokens)
         return outputs
+
+    def _update_others(
+        self, num_scheduled_tokens: dict[str, int], scheduler_output: Any, model_runner_output: Any
+    ) -> Outputs:
+        """Some rows of a step by vLLM's own function, which looks at those that it finds in the scheduler's output."""
+        of_all = scheduler_output.num_scheduled_tokens
+        scheduler_output.num_scheduled_tokens = num_scheduled_tokens
+        try:
+            return self._update_all(scheduler_output, model_runner_output)
+        finally:
+            scheduler_output.num_scheduled_tokens = of_all
 
     def _look_at(self, names: dict[str, int]) -> None:
         requests = self.requests  # type: ignore[attr-defined]
