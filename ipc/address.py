@@ -21,7 +21,7 @@ import msgspec
 
 from asyncbook.ipc import wire
 from asyncbook.ipc.errors import BookClosed, HandshakeFailed, LayoutMismatch
-from asyncbook.ipc.runtime_dir import SUBSCRIBERS_SOCKET, check_private, create_directory, folders, start_time
+from asyncbook.ipc.runtime_dir import SUBSCRIBERS_SOCKET, check_private, create_directory, folders, is_name, start_time
 from asyncbook.ipc.segment import Segment, book_no_of
 
 FILE_NAME = "book"
@@ -81,14 +81,20 @@ def withdraw(folder: Path, owner_pid: int) -> None:
 def read(folder: str | os.PathLike[str]) -> Address:
     """Raises `BookClosed` where there is no book any more, `HandshakeFailed` for what is none, or another user's."""
     path = Path(folder) / FILE_NAME
+    gone = BookClosed(f"there is no book at {folder}: it was closed, or never was")
     if not Path(folder).exists():
-        raise BookClosed(f"there is no book at {folder}: it was closed, or never was")
-    check_private(Path(folder))
+        raise gone
     try:
+        check_private(Path(folder))
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES)
         address = msgspec.json.decode(data, type=Address)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, HandshakeFailed) as error:
+        # Whoever removes a book's folder removes the file first.
+        if not Path(folder).exists() or (isinstance(error, FileNotFoundError) and is_name(Path(folder).name)):
+            raise gone from None
+        if isinstance(error, HandshakeFailed):
+            raise
         raise HandshakeFailed(f"{path} says of no book where it is: {error}") from None
     if not address.owner_lives:
         raise BookClosed(f"the book at {folder} is gone: its runner, process {address.pid}, has ended")

@@ -91,6 +91,11 @@ def folders() -> list[Path]:
     return [path for path in found if _is_of(path.name, world) and not _is_stale(path.name, world)]
 
 
+def is_name(name: str) -> bool:
+    """Whether `create_directory` gives such names."""
+    return _NAME.fullmatch(name) is not None
+
+
 def _is_of(name: str, world: str) -> bool:
     match = _NAME.fullmatch(name)
     return match is not None and match["world"] == world

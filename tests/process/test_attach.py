@@ -168,6 +168,16 @@ def test_a_closed_book_can_be_read_by_who_has_it_and_not_be_found(make_book: Mak
     attached.close()
 
 
+def test_a_book_whose_folder_is_being_removed(make_book: MakeBook) -> None:
+    """The file goes first."""
+    book = make_book(fresh=True)
+    (Path(book.address) / "book").unlink()
+    with pytest.raises(BookClosed, match="there is no book at"):
+        asyncbook.attach(book.address)
+    with pytest.raises(BookClosed, match="there is no book at"):
+        asyncbook.subscribe(book.address)
+
+
 def test_what_is_no_address(tmp_path: Path, book: Book) -> None:
     folder = tmp_path / "asyncbook-1"
     folder.mkdir(mode=0o755)

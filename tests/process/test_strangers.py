@@ -28,7 +28,7 @@ os.setuid(int(sys.argv[2]))
 socket = zmq.Context().socket(zmq.PAIR)
 monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 socket.connect("ipc://" + sys.argv[1])
-print(recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+print(recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED, flush=True)
 os._exit(0)
 """
 
@@ -39,7 +39,7 @@ def is_let_in(path: Path, uid: int) -> bool:
         [sys.executable, "-c", STRANGER, str(path), str(uid)], capture_output=True, text=True, timeout=60
     )
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout == "True\n"
+    return {"True": True, "False": False}[ran.stdout.strip()]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
