@@ -22,7 +22,6 @@ from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
 
 from asyncbook.ipc.jit import bare, generic_kernel, rule
-from asyncbook.ipc.prefetch import prefetch
 
 PADDING = -1
 
@@ -299,15 +298,7 @@ def scatter_tuple(columns, rows, values):
 
 
 @rule
-def fetch(table, row, position):
-    """Asks for the line of an entry. One row's is far from another's: asked for together, they come together."""
-    prefetch(table.ctypes.data + np.int64(row) * table.strides[0] + np.int64(position) * table.strides[1])
-
-
-@rule
 def write_spans(table, rows, starts, lengths, values):
-    for i in range(rows.shape[0]):
-        fetch(table, rows[i], starts[i])
     taken = 0
     for i in range(rows.shape[0]):
         span = table[np.uint64(rows[i])]
@@ -400,9 +391,6 @@ def append(token_ids, is_token_ids, num_tokens, num_tokens_no_spec, rows, ids):
         start = np.int64(num_tokens_no_spec[rows[i]])
         if not check_span(width, start, v):
             return SPAN + NUM_KINDS * i
-        fetch(token_ids, rows[i], start)
-        if is_token_ids is not None:
-            fetch(is_token_ids, rows[i], start)
     for i in range(n):
         row = np.uint64(rows[i])
         start = np.uint64(num_tokens_no_spec[row])
