@@ -97,6 +97,7 @@ def test_differences_are_told(loop):
 
 
 def test_display_shows_texts_while_they_grow(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # one that can be written over
     monkeypatch.setattr(live, "REFRESH_S", 0.0)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, height=30)
